@@ -117,7 +117,7 @@ OWN_TABLES = {
     ),
     "cliffs": BenchTable(
         baseline="adamw",
-        peers=("adamw-foreach", "lamb", "lamb-cautious", "came"),
+        peers=("adamw-foreach", "lamb", "came"),
         shapes=("vit_small", *CLIFFS),
         columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
         devices=("cpu",),

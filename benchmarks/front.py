@@ -63,7 +63,7 @@ CLIFFS = {
 }
 """The rows of the other table of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
 
-CLIFF_COLUMNS = ("Lamb", "Lamb, cautious", "Came", "torch AdamW, foreach")
+CLIFF_COLUMNS = ("Lamb", "Came", "torch AdamW, foreach")
 MEMORY = "resident-memory"
 
 

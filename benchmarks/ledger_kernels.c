@@ -79,7 +79,6 @@ int main(int count, char **arguments) {
         .exp_avg_scale = state == INT8 ? scales[0] : NULL,
         .exp_avg_sq_scale = state == INT8 ? scales[1] : NULL,
         .inner = state == INT8 ? SIDE : 0,
-        .numel = ELEMS,
         .step = step,
         .metrics = metrics,
         .state_type = state,

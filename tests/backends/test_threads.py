@@ -334,7 +334,7 @@ def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
 
 
 LOOPS = {
-    *("paper-v5", "paper-v3", "adamw", "adam-l2", "everything", "amsgrad", "adagrad-in-lr", "decoupled", "clip-skip"),
+    *("paper-v5", "paper-v3", "adamw", "adam-l2", "everything", "l2", "adagrad-in-lr", "decoupled", "clip-skip"),
     *("lars-paper", "lars-everything", "lars-large-paper", "lars-bfloat16-paper", "lars-stacked-joint-clipped"),
     *("maximize-l2", "centralised", "stacked-centralised", "large-paper-v5", "mixed-adamw"),
     *(case.id for case in CASES if case.id.endswith(("-paper-v5", "-published")) and case.runs_on("cpu")),

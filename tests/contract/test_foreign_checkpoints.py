@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, ConvertedStateWarning, Lamb, Lars
+from bighorn import Came, ConvertedStateWarning, Lamb, Lars, kernels
 from bighorn.optim.checkpoint_formats import FORMATS
 from tests.contract.test_formula_checkpoints import GROUPED_STEPS, NAMES, note
 from tests.support import peer_formulas
@@ -89,6 +89,7 @@ RUNS = (
         lambda groups: torch.optim.AdamW(groups, amsgrad=True),
         options=ADAMW,
         says=("amsgrad=True is second_moment='amsgrad'",),
+        without=("second_moment",),
     ),
     Run(
         "timm",
@@ -326,6 +327,7 @@ def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(bac
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [3, 3]
 
 
+@pytest.mark.parametrize("backend", kernels.SERVES_RARE, indirect=True)
 def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
     """Only amsgrad uses the checkpoint's maximum; if there is none, it starts from the second moment."""
     runs = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came
+from bighorn import Came, kernels
 from bighorn.kernels import codec
 from bighorn.optim import plan_builder
 from bighorn.optim.state import MOMENT_DTYPES
@@ -200,6 +200,7 @@ def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, bac
         assert len(runs[1][1].state[runs[1][0][0]]) == len(runs[0][1].state[runs[0][0][0]]) + 1
 
 
+@pytest.mark.parametrize("backend", kernels.SERVES_RARE, indirect=True)
 @pytest.mark.parametrize(
     ("before", "after"), [("amsgrad", "adam"), ("amsgrad", "adagrad"), ("adam", "amsgrad"), ("adagrad", "adam")]
 )

@@ -162,22 +162,20 @@ static const struct {
     int second_moment, bias_correction, decay_mode, adapt;
 } LAMBS[] = {
     {"lamb", SECOND_MOMENT_ADAM, BIAS_CORRECTION_MOMENTS, DECAY_RATIO, 1},
-    {"amsgrad", SECOND_MOMENT_AMSGRAD, BIAS_CORRECTION_LEARNING_RATE, DECAY_L2, 1},
+    {"l2", SECOND_MOMENT_ADAM, BIAS_CORRECTION_LEARNING_RATE, DECAY_L2, 1},
     {"adamw", SECOND_MOMENT_ADAM, BIAS_CORRECTION_MOMENTS, DECAY_DECOUPLED, 0},
     {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_NONE, DECAY_L2, 0},
 };
 
 static LayerRow layer_rows[MAX_ROWS];
 
-static void add_layer(int64_t height, int64_t width, int stored, int state_type, int second_moment) {
+static void add_layer(int64_t height, int64_t width, int stored, int state_type) {
     const int64_t size = height * width, scales = height * blocks_in_row(width);
     const bool in_blocks = state_type == INT8 || state_type == FLOAT16;
-    const bool amsgrad = second_moment == SECOND_MOMENT_AMSGRAD && !in_blocks;
     layer_rows[rows] = (LayerRow){
         .weights = weights_of(rows, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_sq = zeros(size, bytes_of(state_type)),
-        .max_exp_avg_sq = amsgrad ? zeros(size, bytes_of(state_type)) : NULL,
         .exp_avg_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
         .exp_avg_sq_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
         .inner = in_blocks ? width : 0,
@@ -216,8 +214,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
                                                                  : i     ? STORED_WAYS
                                                                          : 1);
              stored++)
-            for (int k = 0; k < 2 + doubles; k++)
-                add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k], options.second_moment);
+            for (int k = 0; k < 2 + doubles; k++) add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k]);
     double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
@@ -231,8 +228,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
     }
     Results all = {0};
     char name[24];
-    snprintf(name, sizeof name, "%s%s", moments == IN_BLOCKS ? "blocks" : LAMBS[variant].name,
-             doubles ? "-double" : "");
+    snprintf(name, sizeof name, "%s%s", LAMBS[variant].name, (const char *[]){"", "-blocks", "-double"}[moments]);
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
     print_results(&all, name);
     free_all();
@@ -348,8 +344,7 @@ static void step_lars(int variant, bool doubles) {
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
         for (int stored = doubles ? STORED_DOUBLE : 0; stored < (doubles ? STORED_DOUBLE + 1 : STORED_WAYS); stored++)
-            for (int k = 0; k < 2 + doubles; k++)
-                add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[k], SECOND_MOMENT_ADAM);
+            for (int k = 0; k < 2 + doubles; k++) add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[k]);
     double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);

@@ -75,7 +75,6 @@ LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "trust_ratio_bounds": (0.01, 2),
         "max_grad_norm": 0.9,
         "skip_nonfinite": True,
-        "second_moment": "amsgrad",
         "maximize": True,
         "exclude_from_weight_decay": ["bias"],
     },
@@ -97,7 +96,7 @@ LAMB_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "not-adapted-decoupled": ({"adapt": False, "decay_mode": "decoupled"},),
     "two-groups": ({}, {"adapt": False, "weight_decay": 0.0, "betas": (0.8, 0.9), "eps": 1e-3}),
     "two-groups-options": (
-        {"decay_mode": "decoupled", "bias_correction": "lr", "second_moment": "amsgrad"},
+        {"decay_mode": "decoupled", "bias_correction": "lr"},
         {"adam": True, "maximize": True, "grad_averaging": False, "stacked": True, "grad_centralization": "conv"},
     ),
     "two-groups-sometimes-adapt": ({"always_adapt": False}, {"always_adapt": False, "weight_decay": 0.0}),

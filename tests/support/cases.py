@@ -38,8 +38,15 @@ KINDS: tuple[Kind, ...] = (Lamb, Came, Lars)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-LEFT_OUT: Mapping[str, tuple[str, ...]] = {}
-"""The options that a compiled backend leaves to others."""
+RARE: Mapping[str, object] = {"cautious": True, "second_moment": "amsgrad"}
+"""The options that compiled backends leave to others."""
+
+LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": RARE, "triton": RARE}
+"""The options, with their values, that a backend leaves to others."""
+
+
+def leaves_out(backend: str, options: Mapping[str, object]) -> bool:
+    return any(options.get(option) == value for option, value in LEFT_OUT.get(backend, {}).items())
 
 
 class ExactLamb(Lamb):
@@ -112,7 +119,7 @@ class Case:
         if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
             return False
         groups = (self.options, *self.groups)
-        return not any(group.get(option) for group in groups for option in LEFT_OUT.get(backend, ()))
+        return not any(leaves_out(backend, group) for group in groups)
 
     def in_double(self) -> Case:
         """The same case with parameters and gradients in float64."""
@@ -233,8 +240,6 @@ class Rows:
             few = BLOCKS if in_blocks(precision) else FEW
             for option in self.with_dtypes:
                 options = {**self.options[option], **precision}
-                if in_blocks(precision) and options.get("second_moment") == "amsgrad":
-                    del options["second_moment"]
                 yield self._case(f"{name}-{option}", options, few, ({},), dtype, grad_dtype)
             yield self._case(f"{name}-stacked", precision, _stackable(few), stacked_group, dtype, grad_dtype)
         for option in self.with_sizes:
@@ -262,10 +267,9 @@ LAMB = Rows(
     with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled", "cautious"),
     huge={
         "clip-skip": LAMB_OPTIONS["clip-skip"],
-        "amsgrad-states-bfloat16": {"second_moment": "amsgrad", "state_dtype": torch.bfloat16},
-        "cautious-l2": LAMB_OPTIONS["cautious-l2"],
-        "cautious-states-bfloat16": {"cautious": True, "state_dtype": torch.bfloat16},
-        "cautious-states-int8": {"cautious": True, "state_dtype": "int8"},
+        "l2": LAMB_OPTIONS["l2"],
+        "states-bfloat16": {"state_dtype": torch.bfloat16},
+        "states-int8": {"state_dtype": "int8"},
     },
 )
 

@@ -15,9 +15,7 @@ from tests.support.cases import Case
 
 COMPILED = {
     "decay_mode": "ratio",
-    "second_moment": "adam",
     "adam": False,
-    "cautious": False,
     "grad_centralization": False,
     "factor": "matrix",
 }

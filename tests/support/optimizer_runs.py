@@ -52,7 +52,7 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
     return loss
 
 
-LONG = {"huge-cautious-states-int8", "came-huge-everything-states-int8", "huge-amsgrad-states-bfloat16"}
+LONG = {"huge-states-int8", "came-huge-everything-states-int8", "huge-states-bfloat16"}
 """Cases of which a step of foreach takes seconds."""
 
 

@@ -17,12 +17,12 @@ from bighorn import Lamb
 OPTIONS: dict[str, dict[str, Any]] = {
     "lamb": {},
     "adam": {"adam": True, "decay_mode": "decoupled"},
-    "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "amsgrad"},
-    "cautious": {"cautious": True},
+    "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "adagrad"},
+    "l2": {"decay_mode": "l2"},
 }
 FEW_BITS: dict[str, dict[str, Any]] = {
     "stochastic-int8": {"weight_rounding": "stochastic", "state_dtype": "int8", "rounding_seed": 1 << 40},
-    "cautious-int8": {"cautious": True, "state_dtype": "int8"},
+    "int8": {"state_dtype": "int8"},
     "kahan-float16": {"weight_rounding": "kahan", "state_dtype": "float16"},
     "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
 }

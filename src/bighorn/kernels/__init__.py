@@ -113,6 +113,10 @@ class Status:
     """The type of a device on which the backend can be tried."""
 
 
+SERVES_RARE = ("foreach", "reference")
+"""The backends that serve options of few users (`KernelOptions.rare`); the others have no compiled kernels for them."""
+
+
 def status() -> dict[str, Status]:
     """Return every backend's status on this machine.
 
@@ -185,5 +189,8 @@ def _unsupported_reason(
         return "its tensors are wrappers without memory of their own"
     if shard is not None and shard.elements is not None and name not in SERVES_CUT_ROWS:
         return "ranks hold parts of its rows"
+    for option, value in options.rare.items() if name not in SERVES_RARE else ():
+        if getattr(options, option) == value:
+            return f"{option}={value!r} has no compiled kernel"
     reason: str | None = served.unsupported_reason(param, options)
     return reason if reason or shard is None else served.unsupported_shard_reason(shard, options)

@@ -8,7 +8,7 @@ others (`optim/lamb.py` and its siblings). A field with a conversion is a field 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -66,6 +66,9 @@ class KernelOptions:
     metrics: ClassVar[tuple[str, ...]]
     """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
 
+    rare: ClassVar[Mapping[str, object]] = {}
+    """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
+
     lr: Annotated[float | Tensor, Option(c=float)]
     weight_decay: Annotated[float, Option(c=float)]
     maximize: Annotated[bool, Option(flag, int)]
@@ -82,6 +85,7 @@ class LambOptions(KernelOptions):
 
     algorithm = "lamb"
     metrics = ("weight_norm", "update_norm", "trust_ratio")
+    rare: ClassVar[Mapping[str, object]] = {"cautious": True, "second_moment": "amsgrad"}
 
     betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
     eps: Annotated[float, Option(between(0), float)]
@@ -92,7 +96,7 @@ class LambOptions(KernelOptions):
     weight_norm_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
-    cautious: Annotated[bool, Option(flag, int)]
+    cautious: Annotated[bool, Option(flag)]
     blocks: bool = False
     """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
 

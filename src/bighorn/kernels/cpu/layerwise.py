@@ -20,11 +20,8 @@ from bighorn.kernels.rounding import AUX_STATE
 BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
 
-SUMS = 4
+SUMS = 2
 """The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
-
-UNMASKED_SUMS = 2
-"""Those that it needs if no update is cautious: the first ones, the sums of squares of x and u."""
 
 
 class LayerwiseStepper(Stepper[Options]):
@@ -46,7 +43,6 @@ class LayerwiseStepper(Stepper[Options]):
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics_address(i),
             inner=math.prod(x.shape[1:]) if "exp_avg_scale" in state else 0,
-            numel=bucket.shards[i].numel if bucket.shards else x.numel(),
             state_type=STATE_TYPES[bucket.state["exp_avg"][i].dtype],
             options=index,
         )
@@ -68,12 +64,9 @@ class LayerwiseStepper(Stepper[Options]):
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        needed = SUMS if any(getattr(bucket.options, "cautious", False) for bucket in self.buckets) else UNMASKED_SUMS
         sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
         self._run(bound, scale, FIRST, sums)
-        sent = sums[:, :needed].clone(memory_format=torch.contiguous_format)
-        yield sent.view(-1)
-        sums[:, :needed] = sent
+        yield sums.view(-1)
         self._run(bound, scale, SECOND, sums)
         self.advance(bound)
 

@@ -11,7 +11,7 @@
 enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 };
 enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
 
-enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_AMSGRAD = 1, SECOND_MOMENT_ADAGRAD = 2 };
+enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_ADAGRAD = 2 }; /* amsgrad is in plain torch alone */
 enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
 enum LarsDenominator { DENOMINATOR_SUM = 0, DENOMINATOR_JOINT = 1 };
 enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
@@ -71,7 +71,6 @@ typedef double *RoundSums[3];
     FIELD(S, Pair, weight_norm_bounds) \
     FIELD(S, Pair, trust_ratio_bounds) \
     FIELD(S, int32_t, second_moment)   \
-    FIELD(S, int32_t, cautious)        \
     FIELD(S, int32_t, maximize)        \
     FIELD(S, uint64_t, rounding_seed)
 
@@ -92,7 +91,6 @@ typedef double *RoundSums[3];
 /* One tensor (or one slice of a stacked one) of a layer-wise step, with its state, which is dense. LARS has the first
  * moment alone.
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
- * numel: the elements of the whole tensor, of which the row can be a shard.
  * step: the number of steps taken so far.
  * metrics: the output: the metrics of `kernels/options.py`.
  * options: the index of its options. */
@@ -100,11 +98,9 @@ typedef double *RoundSums[3];
     FIELD(S, Weights, weights)          \
     FIELD(S, void *, exp_avg)           \
     FIELD(S, void *, exp_avg_sq)        \
-    FIELD(S, void *, max_exp_avg_sq)    \
     FIELD(S, float *, exp_avg_scale)    \
     FIELD(S, float *, exp_avg_sq_scale) \
     FIELD(S, int64_t, inner)            \
-    FIELD(S, int64_t, numel)            \
     FIELD(S, const float *, step)       \
     FIELD(S, float *, metrics)          \
     FIELD(S, int32_t, state_type)       \

@@ -42,10 +42,8 @@ static double factors_of(const LambOptions *o, const LayerRow *row, double grad_
         .eps = o->eps * root,
         .weight_decay = o->decay_mode == DECAY_RATIO ? o->weight_decay : 0,
         .decay = o->decay_mode == DECAY_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
-        .caution = 1,
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
         .dither = dither_at(&row->weights, o->rounding_seed, t),
-        .cautious = o->cautious,
     };
     return lr;
 }
@@ -70,9 +68,6 @@ _Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves t
 
 static const LambOptions *options_of(const LambStep *s, int64_t row) { return &s->options[s->rows.rows[row].options]; }
 
-/* Whether the first pass cannot finish a row, because the size of its step depends on sums over it. */
-static bool needs_ratio(const LambOptions *o) { return o->adapt || o->cautious; }
-
 static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals) {
     const LambStep *s = step;
     const LambOptions *o = options_of(s, row);
@@ -81,9 +76,8 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
     const bool in_double = r->weights.type == FLOAT64;
     l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
     l->lr = factors_of(o, r, s->rows.grad_scale, &l->factors);
-    const LambReals f = reals_of(&l->factors);
-    return plan_row(&s->rows, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float),
-                    needs_ratio(o), reads_grad_again(&f));
+    return plan_row(&s->rows, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt,
+                    false);
 }
 
 static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
@@ -91,30 +85,12 @@ static LayerSums first(const void *step, int64_t row, int64_t chunk, const void 
     const LambOptions *o = options_of(s, row);
     const LambLocals *l = locals;
     const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
-    return needs_ratio(o) ? l->loops->moments(&b, &l->factors, o->second_moment, update)
-                          : l->loops->moments_and_apply(&b, &l->factors, o->second_moment, l->lr);
-}
-
-/* Returns the factor that makes up for masked elements. */
-static double caution_of(const LayerRow *row, double kept) {
-    const double share = row->numel ? kept / (double)row->numel : 1;
-    return 1 / (share < 1e-3 ? 1e-3 : share);
-}
-
-/* Returns the sum of squares of u = caution * r + weight_decay * x, which rounding could make negative. */
-static double cautious_square_sum(const LambFactors *f, LayerSums total) {
-    const double sum = f->caution * f->caution * total.update + 2 * f->caution * f->weight_decay * total.product +
-                       f->weight_decay * f->weight_decay * total.weight;
-    return sum < 0 ? 0 : sum;
+    return o->adapt ? l->loops->moments(&b, &l->factors, update) : l->loops->moments_and_apply(&b, &l->factors, l->lr);
 }
 
 static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
     const LambStep *s = step;
     LambLocals *l = locals;
-    if (l->factors.cautious) {
-        l->factors.caution = caution_of(&s->rows.rows[row], total.kept);
-        total.update = cautious_square_sum(&l->factors, total);
-    }
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
     const double ratio = trust_ratio(options_of(s, row), weight_norm, update_norm);
     float *norms = s->rows.rows[row].metrics;

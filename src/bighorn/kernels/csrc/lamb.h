@@ -12,9 +12,7 @@ typedef struct {
     double beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     double correction, eps, weight_decay; /* r = correction * m / (sqrt(v) + eps);  u = r + weight_decay * x */
     double decay;                         /* x <- decay * x - step * u */
-    double caution;                       /* the factor of r in u: 1, or what makes up for masked elements */
     uint32_t rng_key, dither;             /* the key of the random bits, and the dither phase */
-    int cautious;                         /* whether elements of r that point along their gradient are masked */
 } LambFactors;
 
 /* Whether weights and gradients are bfloat16 that can be used in place. */
@@ -25,22 +23,20 @@ static inline int all_in_bfloat16(const LayerChunk *b) {
 /* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
  * for moments in quantization blocks. */
 typedef struct {
-    /* Updates the moments and computes u; if updates are cautious, the masked r. It is stored unless `update` is NULL.
-     */
-    LayerSums (*moments)(const LayerChunk *chunk, const LambFactors *factors, int second_moment, void *update);
-    /* Updates x from what is stored; if `update` is NULL, it is computed again. */
+    /* Updates the moments and computes u, which is stored unless `update` is NULL. */
+    LayerSums (*moments)(const LayerChunk *chunk, const LambFactors *factors, void *update);
+    /* Updates x from the u that is stored; if `update` is NULL, u is computed again. */
     void (*apply)(const LayerChunk *chunk, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */
-    LayerSums (*moments_and_apply)(const LayerChunk *chunk, const LambFactors *factors, int second_moment, double step);
+    LayerSums (*moments_and_apply)(const LayerChunk *chunk, const LambFactors *factors, double step);
 } LambLoops;
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
 /* The factors in the type of the arithmetic, as LambFactors; `scale` is the factor of the gradients that loops read. */
 typedef struct {
-    real scale, grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay, caution;
+    real scale, grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay;
     uint32_t rng_key, dither;
-    int cautious;
 } LambReals;
 
 static inline LambReals reals_of(const LambFactors *f) {
@@ -56,10 +52,8 @@ static inline LambReals reals_of(const LambFactors *f) {
         .eps = (real)f->eps,
         .weight_decay = (real)f->weight_decay,
         .decay = (real)f->decay,
-        .caution = (real)f->caution,
         .rng_key = f->rng_key,
         .dither = f->dither,
-        .cautious = f->cautious,
     };
 }
 
@@ -72,14 +66,8 @@ FORCE_INLINE_TEMPLATE const real *decayed_grad(const LambReals *f, const int x_t
     return buffer;
 }
 
-/* Whether the second pass reads gradients, and not only what the first one has left: for the mask. */
-static inline int reads_grad_again(const LambReals *f) { return f->cautious; }
-
 /* Computes r, with the same bits in every function that calls this one, as those below; `root` is the root of v. */
 static inline real ratio_of(const LambReals f, real m, real root) { return f.correction * m / (root + f.eps); }
-
-/* Masks r unless it points against its gradient. A NaN stays one. */
-static inline real masked(real r, real grad) { return r * (r * grad > 0 ? 1 : 0); }
 
 static inline real update_of(const LambReals f, real x, real r) { return FMA(f.weight_decay, x, r); /* LAMB-u */ }
 

@@ -12,7 +12,7 @@ typedef struct {
     int n, type; /* the type of x and g: bfloat16 if both are used in place, else float32 */
     const void *x, *g;
     void *m_codes, *v_codes;
-    float *u, *wanted; /* u: where u, or the masked r, is written; wanted: its final address, or NULL */
+    float *u, *wanted; /* u: where u is written; wanted: its final address, or NULL */
     CodecScale m_scale, v_scale;
     _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values between `advance_as` and `encode_as` */
     float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], u_buffer[CODEC_BLOCK_ELEMS];
@@ -21,7 +21,7 @@ typedef struct {
 
 /* As LayerSums, one per lane. */
 typedef struct {
-    double weight[LANES], update[LANES], product[LANES], kept[LANES];
+    double weight[LANES], update[LANES];
 } LambLaneSums;
 
 /* Forms and types are compile-time constants of each function. */
@@ -91,9 +91,6 @@ FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm second, const LambReals 
     Lanes root = fused(second == CODEC_UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
     return m * (f.correction * m_unit) / root;
 }
-
-/* As `masked` of lamb.h. */
-FORCE_INLINE Lanes masked_lanes(Lanes r, Lanes grad) { return r * (Lanes)((LaneWords)(r * grad > 0) & to_bits(1)); }
 
 FORCE_INLINE Lanes updates(const LambReals f, Lanes x, Lanes r) {
     return fused(lanes(f.weight_decay), x, r); /* LAMB-u */
@@ -165,49 +162,37 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     block->v_scale = new_scale(second, largest(v_top));
 }
 
-/* Stores the moments' codes, and computes u, or the masked r, from the numbers that these stand
- * for. */
+/* Stores the moments' codes, and computes u from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums, const int cautious) {
+                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
     const float v_root_unit = root_unit(second, v_scale.unit);
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
-    const void *all_x = block->x, *all_g = block->g;
+    const void *all_x = block->x;
     float *all_u = block->u;
     const int n = block->n;
     LaneWords dither = counted(f.dither + (uint32_t)block->start * DITHER_STRIDE,
                                DITHER_STRIDE); /* a block's elements are consecutive in the whole tensor, too */
-    Lanes weight = {0}, update = {0}, product = {0};
-    LaneWords kept = {0};
+    Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(first, load(block->m + i), m_scale.factor, dither, m_codes, i);
         Lanes v = store_powers(second, load(block->v + i), v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
-        Lanes x = load_as(type, all_x, i), r = ratios(second, f, m_scale.unit, v_root_unit, m, v);
-        if (cautious) {
-            r = masked_lanes(r, f.scale * load_as(type, all_g, i));
-            product = fused(x, r, product);
-            kept -= (LaneWords)(r != 0);
-        }
-        Lanes u = cautious ? r : updates(f, x, r);
+        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(second, f, m_scale.unit, v_root_unit, m, v));
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
     }
-    EACH_LANE(lane) {
-        sums->weight[lane] += weight[lane], sums->update[lane] += update[lane];
-        if (cautious) sums->product[lane] += product[lane], sums->kept[lane] += kept[lane];
-    }
+    EACH_LANE(lane) { sums->weight[lane] += weight[lane], sums->update[lane] += update[lane]; }
 }
 
-/* Stores the moments and computes u, or the masked r. */
+/* Stores the moments and computes u. */
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LayerRow *row = block->row;
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
-    if (f->cautious) FOR_FORMS(block, encode_as, *f, sums, 1);
-    else FOR_FORMS(block, encode_as, *f, sums, 0);
+    FOR_FORMS(block, encode_as, *f, sums);
     if (block->n % LANES) {
         const int64_t bytes = code_bytes(row);
         memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
@@ -216,36 +201,32 @@ static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSum
     }
 }
 
-/* Computes u, or the masked r, from the stored moments. */
+/* Computes u from the stored moments. */
 FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambReals f) {
     const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
     const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
-        Lanes r = ratios(second, f, m_unit, v_root_unit, m, v);
-        store(block->u + i, f.cautious ? masked_lanes(r, f.scale * load_as(type, block->g, i))
-                                       : updates(f, load_as(type, block->x, i), r));
+        store(block->u + i, updates(f, load_as(type, block->x, i), ratios(second, f, m_unit, v_root_unit, m, v)));
     }
 }
 
-/* Updates x from u, or from the masked r. */
+/* Updates x from u. */
 static void apply_update(const LambReals f, float step, LambQuantBlock *block, const float *restrict stored) {
     const Weights *w = &block->row->weights;
     if (is_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
         for (int i = 0; i < block->n; i++) {
-            const float old_x = load_element(BFLOAT16, x, i);
-            const float u = f.cautious ? update_of(f, old_x, f.caution * stored[i]) : stored[i];
-            store_element(BFLOAT16, x, i, round_bfloat16(moved(f, step, old_x, u), 0));
+            const float new_x = moved(f, step, load_element(BFLOAT16, x, i), stored[i]);
+            store_element(BFLOAT16, x, i, round_bfloat16(new_x, 0));
         }
         return;
     }
     float *restrict x = read_weights(w, block->start, block->n, block->x_buffer);
 #pragma omp simd
-    for (int i = 0; i < block->n; i++)
-        x[i] = moved(f, step, x[i], f.cautious ? update_of(f, x[i], f.caution * stored[i]) : stored[i]);
+    for (int i = 0; i < block->n; i++) x[i] = moved(f, step, x[i], stored[i]);
     write_weights(w, f.rng_key, block->start, block->n, x);
 }
 
@@ -256,10 +237,9 @@ static int type_of(const LayerChunk *b, const LambReals *f) {
     return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
 }
 
-/* Computes the u, or the masked r, of a block again, from weights that have not changed. */
-static void load_block_update(LambQuantBlock *block, const LayerChunk *b, const LambReals *f, const int type) {
+/* Computes the u of a block again, from weights that have not changed. */
+static void load_block_update(LambQuantBlock *block, const LambReals *f, const int type) {
     load_block_weights(block, type);
-    if (reads_grad_again(f)) load_block_grad(block, b, f);
     FOR_FORMS(block, update_as, *f);
 }
 
@@ -269,10 +249,10 @@ static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        load_block_update(&block, b, f, FLOAT32);
+        load_block_update(&block, f, FLOAT32);
         for (int i = 0; i < block.n; i++) {
             const double x = ((const float *)block.x)[i], u = block.u[i];
-            add_sums(&sums, (LayerSums){x * x, u * u, u * x, f->cautious && u != 0});
+            add_sums(&sums, (LayerSums){x * x, u * u});
         }
     }
     return sums;
@@ -283,7 +263,7 @@ static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
 static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float *step, float *update) {
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
-    LambLaneSums lane_sums = {{0}, {0}, {0}, {0}};
+    LambLaneSums lane_sums = {{0}, {0}};
     LambQuantBlock blocks[2];
     for (CodecPart part = first_codec_part(inner, b->start, end); part.size > 0;) {
         int count = 0;
@@ -300,35 +280,29 @@ static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float
         }
     }
     LayerSums sums = {0};
-    EACH_LANE(lane) {
-        add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane], lane_sums.product[lane],
-                                    lane_sums.kept[lane]});
-    }
+    EACH_LANE(lane) add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane]});
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
-static LayerSums moments(const LayerChunk *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
     const LambReals f = reals_of(factors);
-    (void)second_moment; /* blocks do not support AMSGrad; other second moments differ only in factors */
     return step_block(b, &f, NULL, update);
 }
 
-static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
     const LambReals f = reals_of(factors);
     const float size = (float)step;
-    (void)second_moment;
     return step_block(b, &f, &size, NULL);
 }
 
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
     const float *stored = update;
-    /* Without gradients, weights alone have to be bfloat16. */
-    const int type = reads_grad_again(&f) ? type_of(b, &f) : is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32;
+    const int type = is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32; /* gradients are not read */
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
         load_block(&block, b->row, part, NULL);
-        if (!stored) load_block_update(&block, b, &f, type);
+        if (!stored) load_block_update(&block, &f, type);
         apply_update(f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }
 }

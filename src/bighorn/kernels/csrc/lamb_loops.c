@@ -2,12 +2,12 @@
  * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
 #include "lamb.h"
 
-/* The use of u: none but its square, or it is stored, or it is applied, or the masked r is stored in its place. */
-enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_MASK };
+/* The use of u: none but its square, or it is stored, or it is applied. */
+enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
 
 /* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
 typedef struct {
-    void *x, *m, *v, *v_max;
+    void *x, *m, *v;
     int x_type, state_type;
     real buffer[PIECE_ELEMS];
 } LambPiece;
@@ -38,7 +38,6 @@ static void load_piece(LambPiece *p, const LayerRow *row, int64_t start, int n) 
     p->state_type = type;
     p->m = at(row->exp_avg, type, start);
     p->v = at(row->exp_avg_sq, type, start);
-    p->v_max = row->max_exp_avg_sq ? at(row->max_exp_avg_sq, type, start) : NULL;
 }
 
 /* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
@@ -49,120 +48,95 @@ static const real *piece_grad(const LayerChunk *b, const LambReals *f, const Lam
                                   : decayed_grad(f, BFLOAT16, n, g, p->x, buffer);
 }
 
-/* Updates the moments of one element, and returns r. */
-FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int second_moment, const enum LambUpdateUse after,
-                                    const int g_type, const int state_type, real g, real *m, real *v, real *v_max) {
+/* Updates the moments of one element, and returns u. */
+FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int g_type, const int state_type, real g, real x, real *m,
+                                    real *v) {
     real grad = f.scale * g;
     *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
     *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    if (second_moment == SECOND_MOMENT_AMSGRAD) *v_max = *v > *v_max || *v != *v ? *v : *v_max;
-    const real r = ratio_of(f, *m, square_root_of(second_moment == SECOND_MOMENT_AMSGRAD ? *v_max : *v));
-    return after == UPDATE_MASK ? masked(r, grad) : r;
+    return update_of(f, x, ratio_of(f, *m, square_root_of(*v)));
 }
 
-/* One loop per combination of the compile-time constants: types, second moment, and the use of u. */
-FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const int second_moment, const enum LambUpdateUse after,
-                                          const int x_type, const int g_type, const int state_type, real step, int n,
-                                          const void *restrict g, void *restrict m, void *restrict v,
-                                          void *restrict v_max, void *restrict x, real *restrict stored) {
+/* One loop per combination of the compile-time constants: types, and the use of u. */
+FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const enum LambUpdateUse after, const int x_type,
+                                          const int g_type, const int state_type, real step, int n,
+                                          const void *restrict g, void *restrict m, void *restrict v, void *restrict x,
+                                          real *restrict stored) {
     LayerSums sums = {0};
     for (int start = 0, end; start < n; start = end) {
-        real weight = 0, update = 0, product = 0, kept = 0;
+        real weight = 0, update = 0;
         end = n - start < REAL_SUM_ELEMS ? n : start + REAL_SUM_ELEMS;
-#pragma omp simd reduction(+ : weight, update, product, kept)
+#pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
             real old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
                  new_v = load_element(state_type, v, i);
-            real new_max = second_moment == SECOND_MOMENT_AMSGRAD ? load_element(state_type, v_max, i) : 0;
-            real r = step_one(f, second_moment, after, g_type, state_type, load_element(g_type, g, i), &new_m, &new_v,
-                              &new_max);
-            real new_u = after == UPDATE_MASK ? r : update_of(f, old_x, r);
+            real new_u = step_one(f, g_type, state_type, load_element(g_type, g, i), old_x, &new_m, &new_v);
             store_element(state_type, m, i, new_m);
             store_element(state_type, v, i, new_v);
-            if (second_moment == SECOND_MOMENT_AMSGRAD) store_element(state_type, v_max, i, new_max);
             weight = FMA(old_x, old_x, weight);
             update = FMA(new_u, new_u, update);
-            if (after == UPDATE_MASK) product = FMA(old_x, r, product), kept += r != 0;
-            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = new_u;
+            if (after == UPDATE_KEEP) stored[i] = new_u;
             if (after == UPDATE_APPLY)
                 store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
         }
-        add_sums(&sums, (LayerSums){weight, update, product, kept});
+        add_sums(&sums, (LayerSums){weight, update});
     }
     return sums;
 }
 
 /* The same for pairs of bfloat16, n / 2 of them. In `stored`, the first elements of all pairs come before the
  * second ones. */
-FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const int second_moment, const enum LambUpdateUse after,
-                                           const int g_type, real step, int n, const void *restrict g,
-                                           Bfloat16Pair *restrict m, Bfloat16Pair *restrict v,
-                                           Bfloat16Pair *restrict v_max, Bfloat16Pair *restrict x,
-                                           real *restrict stored) {
+FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const enum LambUpdateUse after, const int g_type,
+                                           real step, int n, const void *restrict g, Bfloat16Pair *restrict m,
+                                           Bfloat16Pair *restrict v, Bfloat16Pair *restrict x, real *restrict stored) {
     const int half = n / 2;
     LayerSums sums = {0};
     for (int start = 0, end; start < half; start = end) {
-        real weight = 0, update = 0, product = 0, kept = 0;
+        real weight = 0, update = 0;
         end = half - start < REAL_SUM_ELEMS / 2 ? half : start + REAL_SUM_ELEMS / 2;
-#pragma omp simd reduction(+ : weight, update, product, kept)
+#pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
             real g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
             real g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
             real x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
             real x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
-            real max1 = second_moment == SECOND_MOMENT_AMSGRAD ? low(v_max[i]) : 0;
-            real max2 = second_moment == SECOND_MOMENT_AMSGRAD ? high(v_max[i]) : 0;
-            real r1 = step_one(f, second_moment, after, g_type, BFLOAT16, g1, &m1, &v1, &max1);
-            real r2 = step_one(f, second_moment, after, g_type, BFLOAT16, g2, &m2, &v2, &max2);
-            real u1 = after == UPDATE_MASK ? r1 : update_of(f, x1, r1);
-            real u2 = after == UPDATE_MASK ? r2 : update_of(f, x2, r2);
+            real u1 = step_one(f, g_type, BFLOAT16, g1, x1, &m1, &v1);
+            real u2 = step_one(f, g_type, BFLOAT16, g2, x2, &m2, &v2);
             m[i] = pair_of(m1, m2);
             v[i] = pair_of(v1, v2);
-            if (second_moment == SECOND_MOMENT_AMSGRAD) v_max[i] = pair_of(max1, max2);
             weight = FMA(x1, x1, FMA(x2, x2, weight));
             update = FMA(u1, u1, FMA(u2, u2, update));
-            if (after == UPDATE_MASK) product = FMA(x1, r1, FMA(x2, r2, product)), kept += (r1 != 0) + (r2 != 0);
-            if (after == UPDATE_KEEP || after == UPDATE_MASK) stored[i] = u1, stored[half + i] = u2;
+            if (after == UPDATE_KEEP) stored[i] = u1, stored[half + i] = u2;
             if (after == UPDATE_APPLY)
                 x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
         }
-        add_sums(&sums, (LayerSums){weight, update, product, kept});
+        add_sums(&sums, (LayerSums){weight, update});
     }
     if (n % 2) {
-        LayerSums last =
-            step_loop(f, second_moment, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
-                      m + half, v + half, v_max + half, x + half, stored + n - 1);
+        LayerSums last = step_loop(f, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
+                                   m + half, v + half, x + half, stored + n - 1);
         add_sums(&sums, last);
     }
     return sums;
 }
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n, const void *g, int g_type) {
+static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n) {
     LayerSums sums = {0};
     for (int i = 0; i < n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
-        const real v = load_element(p->state_type, p->v_max ? p->v_max : p->v, i);
-        const real grad = f.scale * load_element(g_type, g, i), r = ratio_of(f, m, square_root_of(v));
-        const double u = f.cautious ? masked(r, grad) : update_of(f, x, r);
-        add_sums(&sums, (LayerSums){(double)x * x, u * u, u * x, f.cautious && u != 0});
+        const double u = update_of(f, x, ratio_of(f, m, square_root_of(load_element(p->state_type, p->v, i))));
+        add_sums(&sums, (LayerSums){(double)x * x, u * u});
     }
     return sums;
 }
 
-#define STEP_LOOP(x_type, g_type, state_type)                                                                         \
-    (second_moment == SECOND_MOMENT_AMSGRAD ? step_loop(*f, SECOND_MOMENT_AMSGRAD, after, x_type, g_type, state_type, \
-                                                        step, n, g, p.m, p.v, p.v_max, p.x, stored)                   \
-                                            : step_loop(*f, SECOND_MOMENT_ADAM, after, x_type, g_type, state_type,    \
-                                                        step, n, g, p.m, p.v, p.v_max, p.x, stored))
-#define STEP_PAIRS(g_type)                                                                                  \
-    (second_moment == SECOND_MOMENT_AMSGRAD                                                                 \
-         ? step_pairs(*f, SECOND_MOMENT_AMSGRAD, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored) \
-         : step_pairs(*f, SECOND_MOMENT_ADAM, after, g_type, step, n, g, p.m, p.v, p.v_max, p.x, stored))
+#define STEP_LOOP(x_type, g_type, state_type) \
+    step_loop(*f, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.x, stored)
+#define STEP_PAIRS(g_type) step_pairs(*f, after, g_type, step, n, g, p.m, p.v, p.x, stored)
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals *f, int second_moment,
-                                           const enum LambUpdateUse after, real step, int64_t start, int n,
-                                           real *stored) {
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
+                                           real step, int64_t start, int n, real *stored) {
     LambPiece p;
     real buffer[PIECE_ELEMS];
     LayerSums sums;
@@ -186,80 +160,62 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals 
             default: sums = STEP_PAIRS(BFLOAT16); break;
         }
     if (after == UPDATE_APPLY) store_weights(&b->row->weights, f->rng_key, start, n, p.x);
-    else if (!in_range(sums.weight) || !in_range(sums.update))
-        sums = careful_sums(*f, &p, n, g, half ? BFLOAT16 : REAL_TYPE);
+    else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_block(const LayerChunk *b, const LambReals *f, int second_moment,
-                                           const enum LambUpdateUse after, real step, real *update) {
+FORCE_INLINE_TEMPLATE LayerSums step_block(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
+                                           real step, real *update) {
     LayerSums sums = {0};
-    real buffer[PIECE_ELEMS]; /* for a masked r that is not stored */
-    const int unstored = after == UPDATE_MASK && !update, piece = unstored ? PIECE_ELEMS : piece_of(b, f, after);
+    const int piece = piece_of(b, f, after);
     for (int64_t done = 0; done < b->size; done += piece) {
         int n = (int)(b->size - done < piece ? b->size - done : piece);
-        real *stored = unstored ? buffer : after == UPDATE_KEEP || after == UPDATE_MASK ? update + done : NULL;
-        add_sums(&sums, step_piece(b, f, second_moment, after, step, b->start + done, n, stored));
+        real *stored = after == UPDATE_KEEP ? update + done : NULL;
+        add_sums(&sums, step_piece(b, f, after, step, b->start + done, n, stored));
     }
     return sums;
 }
 
-static LayerSums moments(const LayerChunk *b, const LambFactors *factors, int second_moment, void *update) {
+static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
     const LambReals f = reals_of(factors);
-    return f.cautious ? step_block(b, &f, second_moment, UPDATE_MASK, 0, update)
-           : update   ? step_block(b, &f, second_moment, UPDATE_KEEP, 0, update)
-                      : step_block(b, &f, second_moment, UPDATE_FORGET, 0, NULL);
+    return update ? step_block(b, &f, UPDATE_KEEP, 0, update) : step_block(b, &f, UPDATE_FORGET, 0, NULL);
 }
 
-static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, int second_moment, double step) {
+static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
     const LambReals f = reals_of(factors);
-    return step_block(b, &f, second_moment, UPDATE_APPLY, (real)step, NULL);
+    return step_block(b, &f, UPDATE_APPLY, (real)step, NULL);
 }
 
-/* Computes the masked r of a piece again, in order. */
-FORCE_INLINE_TEMPLATE void mask_loop(const LambReals f, const int state_type, int n, const real *restrict g,
-                                     const void *restrict m, const void *restrict v, real *restrict out) {
-#pragma omp simd
-    for (int i = 0; i < n; i++) {
-        const real new_m = load_element(state_type, m, i), new_v = load_element(state_type, v, i);
-        out[i] = masked(ratio_of(f, new_m, square_root_of(new_v)), f.scale * g[i]);
-    }
-}
-
-/* Returns u: what is stored, or what follows from a masked r that is stored, or computed from the moments. */
-FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const int is_masked, const real *stored, int i, real x,
-                                        real m, real v) {
-    if (is_masked) return update_of(f, x, f.caution * stored[i]);
+/* Returns u: what is stored, or computed from the moments. */
+FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const real *stored, int i, real x, real m, real v) {
     return stored ? stored[i] : update_of(f, x, ratio_of(f, m, square_root_of(v)));
 }
 
-FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, const int is_masked,
-                                      real step, int n, const real *restrict stored, const void *restrict m,
-                                      const void *restrict v, void *restrict x) {
+FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,
+                                      const real *restrict stored, const void *restrict m, const void *restrict v,
+                                      void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         real old_x = load_element(x_type, x, i);
         real old_m = stored ? 0 : load_element(state_type, m, i), old_v = stored ? 0 : load_element(state_type, v, i);
-        real u = update_again(f, is_masked, stored, i, old_x, old_m, old_v);
+        real u = update_again(f, stored, i, old_x, old_m, old_v);
         store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, u)));
     }
 }
 
 /* The same for pairs of bfloat16, with `stored` in the order of `step_pairs`. */
-FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, real step, int n,
-                                       const real *restrict stored, const Bfloat16Pair *restrict m,
-                                       const Bfloat16Pair *restrict v, Bfloat16Pair *restrict x) {
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict stored,
+                                       const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
+                                       Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
         const Bfloat16Pair old_m = stored ? 0 : m[i], old_v = stored ? 0 : v[i];
-        real x1 = low(x[i]), u1 = update_again(f, is_masked, stored, i, x1, low(old_m), low(old_v));
-        real x2 = high(x[i]), u2 = update_again(f, is_masked, stored, half + i, x2, high(old_m), high(old_v));
+        real x1 = low(x[i]), u1 = update_again(f, stored, i, x1, low(old_m), low(old_v));
+        real x2 = high(x[i]), u2 = update_again(f, stored, half + i, x2, high(old_m), high(old_v));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
-    if (n % 2)
-        apply_loop(f, BFLOAT16, BFLOAT16, is_masked, step, 1, stored ? stored + n - 1 : NULL, m + half, v + half,
-                   x + half);
+    if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, stored ? stored + n - 1 : NULL, m + half, v + half, x + half);
 }
 
 /* The loops of each combination of types, with further arguments. */
@@ -278,39 +234,22 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, const int is_masked, r
             }                                                                 \
     } while (0)
 
-#define MASK_LOOP(x_type, state_type) mask_loop(*f, state_type, n, g, p->m, p->v_max ? p->v_max : p->v, out)
-
-static void mask_again(const LayerChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n, real *out) {
-    real buffer[PIECE_ELEMS];
-    const real *g = piece_grad(b, f, p, start, n, buffer);
-    FOR_TYPES(p, MASK_LOOP, MASK_LOOP);
-}
-
-#define APPLY_LOOP(x_type, state_type)                                                                           \
-    (!stored      ? apply_loop(f, x_type, state_type, 0, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x) \
-     : f.cautious ? apply_loop(f, x_type, state_type, 1, (real)step, n, stored, NULL, NULL, p.x)                 \
-                  : apply_loop(f, x_type, state_type, 0, (real)step, n, stored, NULL, NULL, p.x))
-#define APPLY_PAIRS(x_type, state_type)                                                       \
-    (!stored      ? apply_pairs(f, 0, (real)step, n, NULL, p.m, p.v_max ? p.v_max : p.v, p.x) \
-     : f.cautious ? apply_pairs(f, 1, (real)step, n, stored, NULL, NULL, p.x)                 \
-                  : apply_pairs(f, 0, (real)step, n, stored, NULL, NULL, p.x))
-#define APPLY_MASKED(x_type, state_type) apply_loop(f, x_type, state_type, 1, (real)step, n, masked_r, NULL, NULL, p.x)
+#define APPLY_LOOP(x_type, state_type)                                                  \
+    (stored ? apply_loop(f, x_type, state_type, (real)step, n, stored, NULL, NULL, p.x) \
+            : apply_loop(f, x_type, state_type, (real)step, n, NULL, p.m, p.v, p.x))
+#define APPLY_PAIRS(x_type, state_type)                              \
+    (stored ? apply_pairs(f, (real)step, n, stored, NULL, NULL, p.x) \
+            : apply_pairs(f, (real)step, n, NULL, p.m, p.v, p.x))
 
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
-    const int again = reads_grad_again(&f) && !update, piece = again ? PIECE_ELEMS : piece_of(b, &f, UPDATE_FORGET);
-    real masked_r[PIECE_ELEMS];
+    const int piece = piece_of(b, &f, UPDATE_FORGET);
     for (int64_t done = 0; done < b->size; done += piece) {
         const int n = (int)(b->size - done < piece ? b->size - done : piece);
         const real *stored = update ? (const real *)update + done : NULL;
         LambPiece p;
         load_piece(&p, b->row, b->start + done, n);
-        if (again) {
-            mask_again(b, &f, &p, b->start + done, n, masked_r);
-            FOR_TYPES(&p, APPLY_MASKED, APPLY_MASKED);
-        } else {
-            FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);
-        }
+        FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);
         store_weights(&b->row->weights, f.rng_key, b->start + done, n, p.x);
     }
 }

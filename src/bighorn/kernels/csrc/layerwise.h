@@ -12,16 +12,13 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Sums of squares of the weights and of the update. A masked update is scaled by a factor that depends on the number of
- * elements that the mask keeps, before weights are added to it; so `update` is the sum before both, and `product` that
- * of the products with the weights. */
+/* Sums of squares of the weights and of the update. */
 typedef struct {
-    double weight, update, product, kept;
+    double weight, update;
 } LayerSums;
 
 static inline void add_sums(LayerSums *total, LayerSums sums) {
     total->weight += sums.weight, total->update += sums.update;
-    total->product += sums.product, total->kept += sums.kept;
 }
 
 /* The bytes of a thread for values that are computed once per row, before the loops. */

@@ -15,10 +15,7 @@ from bighorn.kernels.triton.tables import Uploads
 
 
 class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
-    """Rows that share compiled kernels. Rows of the second pass come first.
-
-    It omits rows without a trust ratio, unless updates are cautious: their share of elements is known after the first.
-    """
+    """Rows that share compiled kernels, first those of the second pass, which omits rows without a trust ratio."""
 
     first = "lamb_factors", "lamb_moments"
     second = "lamb_norms", "lamb_apply"
@@ -26,7 +23,7 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        waits = [bucket.options.adapt or bucket.options.cautious for bucket in buckets]
+        waits = [bucket.options.adapt for bucket in buckets]
         super().__init__(buckets, sorted(indices, key=lambda index: not waits[index[0]]), layouts, uploads)
         waiting = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
         self.waiting_to_row = self.program_to_row[:waiting]
@@ -43,10 +40,6 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
             **constants,
             "V": TYPES[torch.uint8 if m == torch.int8 else m],
             "DECAY_MODE": options.decay_mode,
-            "AMSGRAD": options.second_moment == "amsgrad",
-            "CAUTIOUS": options.cautious,
-            "G_AGAIN": TYPES[g] if options.cautious else None,
-            "SUMS": 2 + options.cautious * (1 + (options.decay_mode == "ratio")),
         }
 
 
@@ -62,4 +55,4 @@ class Lamb(LayerwiseStepper[LambOptions]):
         """See `Stepper.kind`."""
         del i
         o = bucket.options
-        return o.decay_mode, o.second_moment == "amsgrad", o.weight_rounding, o.blocks, o.cautious
+        return o.decay_mode, o.weight_rounding, o.blocks

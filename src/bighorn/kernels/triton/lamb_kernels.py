@@ -22,8 +22,6 @@ class Own(NamedTuple):
     """LAMB's constants."""
 
     DECAY_MODE: Any
-    AMSGRAD: Any
-    CAUTIOUS: Any
 
 
 @triton.jit
@@ -45,17 +43,13 @@ def lamb_moments(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CAUTIOUS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr, _SOURCES: tl.constexpr,
+    DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG, layer.EXP_AVG_SQ, layer.MAX_EXP_AVG_SQ), moments, moment_numbers, SUMS,
-        layer.Mode(
-            X, G, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK,
-            Own(DECAY_MODE, AMSGRAD, CAUTIOUS),
-        ),
+        (common.EXP_AVG, layer.EXP_AVG_SQ), moments, moment_numbers, True,
+        layer.Mode(X, G, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
     )  # fmt: skip
 
 
@@ -77,65 +71,42 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     """Step a block of the moments, and of x without a trust ratio; add to the sums."""
     of_update, beta1, beta2, beta3, beta4, writes_x = numbers
     m_factor, root_eps, stride, decay, shrink = of_update
-    g = with_decay(g, x, decay, mode.OWN.DECAY_MODE)
+    if mode.OWN.DECAY_MODE == "l2":
+        g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     m = beta1 * codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR) + beta3 * g  # LAMB-m
     v = beta2 * codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
     m = codec.write_moment(stored[0], place.where, m, 0, mode.M_FORM, VECTOR)
     key, start, offsets = place.rng
     shifts = weights.dither(key, start + offsets) if mode.V_FORM == "unsigned" else 0
     v = codec.write_moment(stored[1], place.where, v, shifts, mode.V_FORM, VECTOR)
-    if mode.OWN.AMSGRAD:
-        v_max = tl.maximum(codec.read_moment(stored[2], place.where, "", VECTOR), v, propagate_nan=tl.PropagateNan.ALL)
-        v = codec.write_moment(stored[2], place.where, v_max, 0, "", VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
     u = ratio(m, v, m_factor, root_eps)
-    if mode.OWN.CAUTIOUS:
-        agree = agreeing(m, g)
-        kept = sums[2] + common.folded(agree)
-        u *= agree
-    elif mode.OWN.DECAY_MODE == "ratio":
+    if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     if VECTOR != common.UNMASKED:
         u = tl.where(place.where[1], u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
-    x_squares, u_squares = layer.with_product(sums[0], x, x), layer.with_product(sums[1], u, u)
-    if not mode.OWN.CAUTIOUS:
-        if writes_x:
-            _stored = layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
-        return x_squares, u_squares
-    elif mode.OWN.DECAY_MODE == "ratio":
-        return x_squares, u_squares, kept, layer.with_product(sums[3], x, u)
-    else:
-        return x_squares, u_squares, kept
+    if writes_x:
+        _stored = layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
+    return layer.with_squares(sums, x, u)
 
 
 @triton.jit
 def lamb_norms(
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
-    SUMS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
+    PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's norms and trust ratio, and count its step."""
     tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
-    layer.run_tensor(tables, norms, SUMS, PER_CHUNK)
+    layer.run_tensor(tables, ratio_of, PER_CHUNK)
 
 
 @triton.jit
-def norms(totals, row_ptr, option_ptr, factor_ptr):
-    """Return the norms of x and u, and the trust ratio, which joins the stride."""
-    x_squares, u_squares = totals[0], totals[1]
-    if len(totals) > 2:  # of a cautious update, they are those of r, masked but not scaled up
-        share = totals[2] / tl.maximum(tl.load(row_ptr + layer.NUMEL), 1)
-        growth = 1 / tl.maximum(share, layout.LEAST_SHARE)
-        tl.store(factor_ptr + layout.M_FACTOR, tl.load(factor_ptr + layout.M_FACTOR) * growth)
-        u_squares *= growth * growth
-    if len(totals) > 3:  # the last are products of this r and x
-        decay = tl.load(option_ptr + common.DECAY)
-        u_squares += 2 * growth * decay * totals[3] + decay * decay * x_squares
-        u_squares = tl.where(u_squares < 0, 0.0, u_squares)  # if u cancels to 0
-    weight_norm, update_norm = tl.sqrt(x_squares), tl.sqrt(u_squares)
+def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
+    """Return the norm of u, and the trust ratio, which joins the stride."""
     q = trust_ratio(weight_norm, update_norm, option_ptr)
     tl.store(factor_ptr + layout.STRIDE, tl.load(factor_ptr + layout.STRIDE) * q)
-    return weight_norm, update_norm, q
+    return update_norm, q
 
 
 @triton.jit
@@ -151,40 +122,29 @@ def trust_ratio(weight_norm, update_norm, option_ptr):
 @triton.jit
 def lamb_apply(
     rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
-    X: tl.constexpr, G_AGAIN: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
-    DECAY_MODE: tl.constexpr, AMSGRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
+    DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Run the second pass: x.
-
-    G_AGAIN is the dtype of gradients if updates are cautious, whose masks are computed from them again, else None.
-    """
-    CAUTIOUS: tl.constexpr = G_AGAIN is not None
-    V_COLUMN: tl.constexpr = layer.MAX_EXP_AVG_SQ if AMSGRAD else layer.EXP_AVG_SQ
+    """Run the second pass: x."""
     CODES: tl.constexpr = 128 // X.primitive_bitwidth if M_FORM != "" else 0
     layer.run_chunk(
         (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG, V_COLUMN), step, update_numbers, 0,
-        layer.Mode(
-            X, G_AGAIN if CAUTIOUS else X, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK,
-            Own(DECAY_MODE, AMSGRAD, CAUTIOUS),
-        ),
-        READS_G=CAUTIOUS, CODES=CODES,
+        (common.EXP_AVG, layer.EXP_AVG_SQ), step, update_numbers, False,
+        layer.Mode(X, X, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
+        READS_G=False, CODES=CODES,
     )  # fmt: skip
 
 
 @triton.jit
-def step(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode):
+def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
     """Step a block of x."""
     m_factor, root_eps, stride, decay, shrink = numbers
     m = codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR)
     v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
-    g = with_decay(g, x, decay, mode.OWN.DECAY_MODE)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
     u = ratio(m, v, m_factor, root_eps)
-    if mode.OWN.CAUTIOUS:
-        u *= agreeing(m, g)
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
@@ -206,23 +166,9 @@ def update_numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def with_decay(g, x, decay, DECAY_MODE: tl.constexpr):
-    """Return a block of g as the moments take it."""
-    if DECAY_MODE == "l2":
-        g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
-    return g
-
-
-@triton.jit
 def ratio(m, v, m_factor, root_eps):
-    """Return r of a block. Both bias corrections, and the share of a cautious update, are in the tensor's scalars."""
+    """Return r of a block. Both bias corrections are in the tensor's scalars."""
     return common.quotient(m * m_factor, common.root(v.to(root_eps.dtype)) + root_eps)
-
-
-@triton.jit
-def agreeing(m, g):
-    """Return 1 for the elements whose r, with the sign of m, agrees with g, and 0 for the others."""
-    return (((m > 0) & (g > 0)) | ((m < 0) & (g < 0))).to(tl.float32)
 
 
 @triton.jit

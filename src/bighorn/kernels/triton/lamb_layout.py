@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import triton.language as tl
-
 from bighorn.kernels.options import c_bounds
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import layer_kernels as layer
@@ -26,5 +24,3 @@ option: Any = common.OptionColumns(
 
 # Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE is that of u: lr, its correction, then the trust ratio.
 M_FACTOR, ROOT_EPS, STRIDE = common.columns(3, layer.STEP_NUMBER + 1)
-
-LEAST_SHARE = tl.constexpr(1e-3)  # of elements that are not masked, by whose inverse r is scaled up

@@ -17,13 +17,12 @@ from bighorn.kernels.triton import layer_kernels as layer
 def lars_norms(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, M_FORM: tl.constexpr,
-    ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr,
-    _SOURCES: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each chunk's sums of squares of x and of the gradient."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (), squares, numbers, SUMS,
+        (), squares, numbers, True,
         layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
 
@@ -31,25 +30,22 @@ def lars_norms(
 @triton.jit
 def squares(x, g, _moments, numbers, _place, _VECTOR: tl.constexpr, _mode, sums):
     """Add the squares of x and of the gradient with its decay to the sums."""
-    u = decayed(x, g, numbers[0])
-    return layer.with_product(sums[0], x, x), layer.with_product(sums[1], u, u)
+    return layer.with_squares(sums, x, decayed(x, g, numbers[0]))
 
 
 @triton.jit
 def lars_ratio(
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
-    SUMS: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
+    PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's trust ratio and factors, and count its step."""
-    layer.run_tensor(
-        (rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr), ratio, SUMS, PER_CHUNK
-    )
+    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
+    layer.run_tensor(tables, ratio, PER_CHUNK)
 
 
 @triton.jit
-def ratio(totals, _row_ptr, option_ptr, factor_ptr):
-    """Return the norms of x and u, and the trust ratio."""
-    weight_norm, norm = tl.sqrt(totals[0]), tl.sqrt(totals[1])
+def ratio(weight_norm, norm, option_ptr, factor_ptr):
+    """Return the norm of u, with its decay, and the trust ratio."""
     lr, decay = tl.load(option_ptr + common.LR), tl.load(option_ptr + common.DECAY)
     # With decay in the gradient whose norm is taken, that norm is the denominator; without decay, too.
     update_norm = tl.where(tl.load(option_ptr + layout.option.NORM_DECAY) == decay, norm, norm + decay * weight_norm)
@@ -66,7 +62,7 @@ def ratio(totals, _row_ptr, option_ptr, factor_ptr):
     tl.store(factor_ptr + layout.AFTER_U, tl.where(nesterov, after, 0.0))
     after_m = tl.where(nesterov, after * tl.load(option_ptr + layout.option.MOMENTUM), after)
     tl.store(factor_ptr + layout.AFTER_M, after_m)
-    return weight_norm, update_norm, q
+    return update_norm, q
 
 
 @triton.jit
@@ -78,7 +74,7 @@ def lars_apply(
     """Step momentum and x."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG,), step, numbers, 0,
+        (common.EXP_AVG,), step, numbers, False,
         layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
 

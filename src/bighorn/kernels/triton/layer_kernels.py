@@ -1,8 +1,8 @@
 """The frame of the kernels of layer-wise optimizers: chunks, their sums, and the norms of a tensor.
 
 An algorithm adds rules. `run_chunk` calls RULE for each block of a chunk with x, the gradient times its factor, the
-pointers to the moments, the numbers that NUMBERS returned before, and the block's place; it returns the columns of the
-sums, one of each per lane. `run_tensor` calls RATIO once per tensor, with the totals of these sums.
+pointers to the moments, the numbers that NUMBERS returned before, and the block's place. In the first pass it returns
+the sums of squares of x and u, one of each per lane. `run_tensor` calls RATIO once per tensor, with the norms of both.
 """
 
 from typing import Any, NamedTuple
@@ -17,15 +17,11 @@ from bighorn.kernels.triton import weight_kernels as weights
 # An element that is loaded by itself takes an address of its own, so that fewer of them fit into registers.
 FEWER = tl.constexpr(4)
 
-# Columns of the table of rows, after the common columns: addresses, or 0, and a number.
-ADDRESSES = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-(
-    EXP_AVG_SQ,
-    MAX_EXP_AVG_SQ,
-    EXP_AVG_SCALE,  # used if moments are kept in blocks
-    EXP_AVG_SQ_SCALE,
-    NUMEL,  # of the whole tensor if the row is a shard
-) = common.columns(5, common.OWN)
+# Columns of the table of rows, after the common columns: addresses, or 0.
+ADDRESSES = ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+EXP_AVG_SQ, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = common.columns(3, common.OWN)  # the scales if moments are in blocks
+
+SUMS = tl.constexpr(2)  # of each chunk: of the squares of x and u
 
 # The table of factors: float64, one row per tensor; the columns after this belong to the algorithm.
 STEP_NUMBER = tl.constexpr(0)  # from 1, for the second pass
@@ -63,17 +59,17 @@ class Place(NamedTuple):
 
 @triton.jit
 def run_chunk(
-    tables, columns, RULE: tl.constexpr, NUMBERS: tl.constexpr, SUMS: tl.constexpr, mode,
+    tables, columns, RULE: tl.constexpr, NUMBERS: tl.constexpr, FIRST_PASS: tl.constexpr, mode,
     READS_G: tl.constexpr = True, CODES: tl.constexpr = 8,
 ):  # fmt: skip
-    """Apply a rule to a program's chunk, and store its SUMS sums; the second pass has none.
+    """Apply a rule to a program's chunk; the first pass stores its sums.
 
     `columns` of the table of rows have the addresses of the moments that the rule takes. The second pass is in reverse
     order, since the last chunks of the first one may still be in cache. A thread has CODES elements of a block of
     codes: with 8, the block is in one warp, whose threads find its scale without a barrier.
     """
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
-    chunk = tl.num_programs(0) - 1 - tl.program_id(0) if SUMS == 0 else tl.program_id(0)
+    chunk = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
@@ -93,38 +89,39 @@ def run_chunk(
         common.gradient_scale(scale_ptr, option_ptr, mode.COMPUTE),
         NUMBERS(option_ptr, factor_ptr, mode.COMPUTE),
     )
-    t = tl.load(factor_ptr + STEP_NUMBER) if SUMS == 0 else common.count(row_ptr)
+    t = common.count(row_ptr) if FIRST_PASS else tl.load(factor_ptr + STEP_NUMBER)
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.V_FORM == "unsigned"
     positions = first, start, tl.load(row_ptr + common.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
     if not READS_G:
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, SUMS, READS_G, VECTOR, 1, mode)
+        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
     elif g % 16 == 0:
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, SUMS, READS_G, VECTOR, VECTOR, mode)
+        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, VECTOR, mode)
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, SUMS, READS_G, VECTOR, 1, mode)
-    far = run_blocks(pointers, numbers, positions, whole, size, RULE, SUMS, READS_G, 1, 1, mode)
-    for column in tl.static_range(SUMS):
+        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
+    far = run_blocks(pointers, numbers, positions, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
+    for column in tl.static_range(SUMS if FIRST_PASS else 0):
         tl.store(sums_ptr + chunk * SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
 
 
 @triton.jit
 def run_blocks(
-    pointers, numbers, positions, first, stop, RULE: tl.constexpr, SUMS: tl.constexpr,
+    pointers, numbers, positions, first, stop, RULE: tl.constexpr, FIRST_PASS: tl.constexpr,
     READS_G: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, mode,
 ):  # fmt: skip
-    """Apply a rule to elements `first` to `stop` of a chunk; return the columns of its sums, one of each per lane."""
+    """Apply a rule to elements `first` to `stop` of a chunk; return its sums, one of each per lane."""
     AT_ONCE: tl.constexpr = mode.BLOCK // FEWER if VECTOR == 1 else mode.BLOCK
-    sums = no_sums(SUMS)
+    zeros = tl.zeros((common.LANES,), tl.float64)
+    sums = zeros, zeros
     for i in range(first, stop, AT_ONCE):
         where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, mode.M_FORM, AT_ONCE)
         x = weights.read_weight(pointers[0], where[0], where[1], mode.ROUNDING, VECTOR)
         g = common.gradient(pointers[1], where[0], where[1], numbers[0], G_VECTOR) if READS_G else x
         place = Place(where, pointers[0], (positions[3], positions[1], where[0]))
-        if SUMS == 0:
-            RULE(x, g, pointers[2], numbers[1], place, VECTOR, mode)
-        else:
+        if FIRST_PASS:
             sums = RULE(x, g, pointers[2], numbers[1], place, VECTOR, mode, sums)
+        else:
+            RULE(x, g, pointers[2], numbers[1], place, VECTOR, mode)
     return sums
 
 
@@ -138,21 +135,10 @@ def moments_at(row_ptr, columns, start, mode):
 
 
 @triton.jit
-def no_sums(SUMS: tl.constexpr):
-    """Return the columns of no elements: sums of squares of x and u, a count, and sums of products of x and u."""
-    zeros = tl.zeros((common.LANES,), tl.float64)
-    if SUMS == 4:
-        return zeros, zeros, zeros.to(tl.float32), zeros
-    elif SUMS == 3:
-        return zeros, zeros, zeros.to(tl.float32)
-    else:
-        return zeros, zeros
-
-
-@triton.jit
-def with_product(column, a, b):
-    """Return a column of sums, with the product of two blocks added."""
-    return column + common.folded(a.to(tl.float64) * b.to(tl.float64))
+def with_squares(sums, x, u):
+    """Return the sums with the squares of a block of x and of u."""
+    x, u = x.to(tl.float64), u.to(tl.float64)
+    return sums[0] + common.folded(x * x), sums[1] + common.folded(u * u)
 
 
 @triton.jit
@@ -190,18 +176,17 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def run_tensor(tables, RATIO: tl.constexpr, SUMS: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Store a tensor's norms and trust ratio, which RATIO returns from the totals of its sums, and count its step."""
+def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
+    """Store a tensor's norms and trust ratio, which RATIO returns from the norms of x and u, and count its step."""
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * FACTOR
-    totals = (tensor_total(totals_ptr, row_ptr, index, SUMS, PER_CHUNK),)
-    for column in tl.static_range(1, SUMS):
-        totals += (tensor_total(totals_ptr + column, row_ptr, index, SUMS, PER_CHUNK),)  # type: ignore[assignment]
-    weight_norm, update_norm, q = RATIO(totals, row_ptr, option_ptr, factor_ptr)
+    weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK))
+    update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK))
+    update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
     tl.store(factor_ptr + STEP_NUMBER, common.count(row_ptr))
     metrics = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(metrics, weight_norm.to(tl.float32))
@@ -211,9 +196,9 @@ def run_tensor(tables, RATIO: tl.constexpr, SUMS: tl.constexpr, PER_CHUNK: tl.co
 
 
 @triton.jit
-def tensor_total(sums_ptr, row_ptr, index, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr):
+def tensor_total(sums_ptr, row_ptr, index, PER_CHUNK: tl.constexpr):
     """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
     if PER_CHUNK:
-        return common.partial_total(sums_ptr, tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP), WIDTH)
+        return common.partial_total(sums_ptr, tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP), SUMS)
     else:
-        return tl.load(sums_ptr + WIDTH * index)
+        return tl.load(sums_ptr + SUMS * index)

@@ -14,7 +14,7 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import unsupported
-from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of, shard_of
+from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -40,7 +40,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, layouts, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
-        self.width, rows, chunks = self.constants["SUMS"], len(self.indices), self.program_to_row.numel()
+        self.width, rows, chunks = layer_kernels.SUMS.value, len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
         self.factors = torch.empty(layer_kernels.FACTOR.value * rows, dtype=torch.float64, device=self.device)
         kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
@@ -59,7 +59,6 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             "M_FORM": m_form,
             "V_FORM": v_form,
             "BLOCK": LANES.value * (8 if narrow or m_form else 4),
-            "SUMS": 2,
         }
 
     @staticmethod
@@ -72,10 +71,8 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         """See `LaunchGroup.own_columns`; `layer_kernels.py` numbers the columns."""
         rows: list[list[int]] = []
         for index, i in self.indices:
-            state = self.buckets[index].state
-            names = self.layer.ADDRESSES
-            addresses: list[int] = [state[name][i].data_ptr() if name in state else 0 for name in names]
-            rows.append([*addresses, shard_of(self.buckets[index], i).numel])
+            state, names = self.buckets[index].state, self.layer.ADDRESSES
+            rows.append([state[name][i].data_ptr() if name in state else 0 for name in names])
         return rows
 
     def sharded_step(

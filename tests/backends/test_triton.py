@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
+from bighorn.kernels.cpu.tensors import ROUNDING_MODES
 from bighorn.kernels.triton import device, lamb, launch_group, tables, trial
 from bighorn.kernels.triton.lamb import LambLaunchGroup
 from tests.support.cases import set_gradients
@@ -86,7 +87,7 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("way", rounding.ROUNDING_MODES)
+@pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapt", [True, False])
 def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Shard
+from bighorn.kernels.cpu.tensors import ROUNDING_MODES
 from bighorn.kernels.options import Factor
-from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
+from bighorn.kernels.rounding import Rounding
 from bighorn.kernels.triton import came, came_shards, lamb, tables
 from tests.backends import test_triton, test_triton_came
 from tests.support.triton_interpreter import interpreted

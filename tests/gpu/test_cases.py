@@ -7,7 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came
-from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
+from bighorn.kernels.cpu.tensors import ROUNDING_MODES
+from bighorn.kernels.rounding import Rounding
 from tests.backends import test_backends, test_triton, test_triton_came
 from tests.support.case_tensors import Layout, arranged
 from tests.support.cases import CASES, Case, Kind, set_gradients

@@ -207,6 +207,23 @@ def test_random_bits_are_what_was_asked_for() -> None:
     assert drawn.max() <= rounding.WORD
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_8_bits_of_compensation_keep_half_a_256th_of_an_ulp(dtype: torch.dtype) -> None:
+    """Only float16s next to its smallest normal number have less; the weight itself is within half an ulp."""
+    torch.manual_seed(0)
+    bits, least = (7, -126) if dtype == torch.bfloat16 else (10, -14)
+    values = torch.randn(200_000) * torch.logspace(-9, 2, 200_000)
+    values = values[(values.abs() / 2.0**least).log2().abs() > 1e-3]
+    kept = rounding.store_weight(values, dtype, "kahan8", None)
+    weights = kept.pop("x")
+    ulps = 2.0 ** (values.abs().log2().floor().clamp(min=least) - bits)
+    assert ((weights.float() - values).abs() <= ulps * 0.502).all()
+    assert ((rounding.load_weight(weights, kept) - values).abs() <= ulps / 256 * 0.54).all()
+    in_16 = {"compensation": rounding.recoded(kept["compensation"], torch.int16, dtype)}
+    assert rounding.load_weight(weights, in_16).equal(rounding.load_weight(weights, kept))
+    assert rounding.recoded(in_16["compensation"], torch.int8, dtype).equal(kept["compensation"])
+
+
 WAYS_THAT_KEEP: tuple[Rounding, ...] = ("stochastic", "kahan", "master")
 
 
@@ -228,7 +245,8 @@ def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
             kept = rounding.store_weight(rounding.load_weight(x, kept) + update, dtype, way, bits)
             x = kept.pop("x")
         results[way] = rounding.load_weight(x, kept).double()
-    assert results["nearest"].equal(start.double())
+    for way in ("nearest", "kahan8"):  # the update is less than half of what either keeps
+        assert results[way].equal(start.double())
     for way in ("kahan", "master"):
         # Each addition in float32 rounds to half of 2**-24 at these sizes.
         assert (results[way] - exact).abs().max() <= steps * 2**-25
@@ -304,6 +322,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8-states": {"state_dtype": "int8"},
     "int8-small-too": {"state_dtype": "int8", "min_8bit_size": 1},
     "kahan": {"weight_rounding": "kahan"},
+    "kahan8": {"weight_rounding": "kahan8"},
     "master-int8": {"weight_rounding": "master", "state_dtype": "int8"},
 }
 SHAPES = ((64, 70), (16, 300), (20, 9), (40,))

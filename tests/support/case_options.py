@@ -232,6 +232,8 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "float16-weights-stochastic": (torch.float16, torch.float32, {"weight_rounding": "stochastic", "rounding_seed": 7}),
     "bfloat16-weights-kahan": (torch.bfloat16, torch.float32, {"weight_rounding": "kahan"}),
     "float16-weights-kahan": (torch.float16, torch.float32, {"weight_rounding": "kahan"}),
+    "bfloat16-weights-kahan8": (torch.bfloat16, torch.float32, {"weight_rounding": "kahan8"}),
+    "float16-weights-kahan8": (torch.float16, torch.float32, {"weight_rounding": "kahan8"}),
     "bfloat16-weights-master": (torch.bfloat16, torch.float32, {"weight_rounding": "master"}),
     "float16-weights-master": (torch.float16, torch.float32, {"weight_rounding": "master"}),
     "bfloat16-weights-kahan-states-int8": (

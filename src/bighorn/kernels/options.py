@@ -66,7 +66,7 @@ class KernelOptions:
     metrics: ClassVar[tuple[str, ...]]
     """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
 
-    rare: ClassVar[Mapping[str, object]] = {}
+    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8"}
     """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
 
     lr: Annotated[float | Tensor, Option(c=float)]
@@ -85,7 +85,11 @@ class LambOptions(KernelOptions):
 
     algorithm = "lamb"
     metrics = ("weight_norm", "update_norm", "trust_ratio")
-    rare: ClassVar[Mapping[str, object]] = {"cautious": True, "second_moment": "amsgrad"}
+    rare: ClassVar[Mapping[str, object]] = {
+        **KernelOptions.rare,
+        "cautious": True,
+        "second_moment": "amsgrad",
+    }
 
     betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
     eps: Annotated[float, Option(between(0), float)]

@@ -7,6 +7,8 @@ each time anew. The other modes lose nothing, on average ("stochastic") or at al
   lacks just 16 bits, so the two together are float32, except for one of its ulps at ties. A compensation in bfloat16,
   as is usual, has 8 bits, and itself loses smaller values. The difference is at most half an ulp of the parameter, so
   that a value that a program writes into the parameter takes effect.
+* "kahan8" keeps the upper 8 of these bits, in int8, and loses steps of less than 2^-17 of a bfloat16 weight. Its users
+  are few, so that it has no compiled kernels.
 * "master" keeps the float32 value. If the parameter is no longer the rounding of its master, a program has written the
   parameter, and the parameter's value is used. Masters can therefore start as zeros.
 
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import bits_as, compute_dtype
 
-Rounding = Literal["nearest", "stochastic", "kahan", "master"]
+Rounding = Literal["nearest", "stochastic", "kahan", "kahan8", "master"]
 ROUNDING_MODES: tuple[Rounding, ...] = get_args(Rounding)
 
 LOW = (torch.bfloat16, torch.float16)
@@ -47,6 +49,7 @@ AUX_STATE: Mapping[str, Mapping[str, torch.dtype]] = {
     "nearest": {},
     "stochastic": {},
     "kahan": {"compensation": torch.int16},
+    "kahan8": {"compensation": torch.int8},
     "master": {"master": torch.float32},
 }
 """The state that a rounding mode adds, in the shape and memory order of the parameter, with its dtypes."""
@@ -59,7 +62,7 @@ def load_weight(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         shift = raised(value, x.dtype)
         near = value + shift
         # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
-        lost = torch.where(near == 0, 0, kept["compensation"])
+        lost = torch.where(near == 0, 0, recoded(kept["compensation"], torch.int16, x.dtype))
         return bits_as(bits_as(near, torch.int32) + lost, torch.float32) - shift
     if "master" in kept:
         return torch.where(kept["master"].to(x.dtype) == x, kept["master"], value)
@@ -84,7 +87,36 @@ def store_weight(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Te
         lost = bits_as(value + shift, torch.int32) - bits_as(near + shift, torch.int32)
         lost = torch.where(near.isfinite(), lost, 0).clamp(-(2**15), 2**15 - 1)
         return {"x": x, "compensation": lost.to(torch.int16)}
+    if rounding == "kahan8":
+        return _with_8_bits(value, dtype)
     return {"x": x, "master": value} if rounding == "master" else {"x": x}
+
+
+def _with_8_bits(value: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    unit, half, shift = DROPPED[dtype] - 8, 1 << (DROPPED[dtype] - 1), raised(value, dtype)
+    bits = ((bits_as(value + shift, torch.int32) + (1 << (unit - 1))) >> unit) << unit
+    # A half is rounded up, so that what is lost of a bfloat16 is -128 to 127 of its units.
+    near = (bits_as((bits + half) & -2 * half, torch.float32) - shift).copysign(value)
+    x = torch.where(value.isfinite(), near, value).to(dtype)
+    above = raised(x.to(torch.float32), dtype)
+    lost = bits_as(bits_as(bits, torch.float32) - shift + above, torch.int32)
+    lost = (lost - bits_as(x.to(torch.float32) + above, torch.int32)) >> unit
+    return {"x": x, "compensation": torch.where(x.isfinite(), lost, 0).clamp(-128, 127).to(torch.int8)}
+
+
+def recoded(compensation: Tensor, kept: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return a compensation of a parameter of `dtype` as "kahan" (int16) or "kahan8" (int8) keeps it.
+
+    Example:
+        >>> recoded(torch.tensor([3, -128], dtype=torch.int8), torch.int16, torch.bfloat16)
+        tensor([   768, -32768], dtype=torch.int16)
+    """
+    unit = DROPPED[dtype] - 8
+    if compensation.dtype == kept:
+        return compensation
+    if kept == torch.int16:
+        return compensation.to(kept) << unit
+    return ((compensation.to(torch.int32) + (1 << (unit - 1))) >> unit).clamp(-128, 127).to(kept)
 
 
 def raised(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -180,6 +180,9 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str)
 AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])
 """The names of the aux state of all rounding modes. Aux state can start as zeros at any step."""
 
+COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", "kahan8")}
+"""The dtypes of compensations, which are converted into each other."""
+
 
 def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
     """Raise unless these are codes and the scales of their blocks."""
@@ -298,6 +301,9 @@ def init_or_validate_state(
     for name, value in tensors.items():
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
     out = requantized(local, likes, what)
+    lost = out.get("compensation")
+    if isinstance(lost, Tensor) and "compensation" in likes and {lost.dtype} < COMPENSATIONS:
+        out["compensation"] = rounding.recoded(lost, likes["compensation"].dtype, dense.dtype)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad starts with this step
     if fresh or "step" in out:

@@ -99,6 +99,8 @@ cross-wheels: build/zig/installed
 build/zig/installed:
 	$(PYTHON) -m venv build/zig
 	build/zig/bin/pip install --disable-pip-version-check --quiet cmake wheel 'ziglang>=0.14'
+	build/zig/bin/pip install --disable-pip-version-check --quiet --upgrade --target build/zig/windows \
+	  --platform win_amd64 --only-binary=:all: --no-deps intel-openmp
 	touch $@
 
 # Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that

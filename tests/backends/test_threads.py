@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,23 +91,45 @@ def test_the_team_is_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("sizes", {(16,) * 200: [], (32_767,): [], (32_768,): [8, 8], (30_000, 30_000): [8, 8]}.items())
 @pytest.mark.parametrize("optimizer", [Lamb, Came, Lars])
+@pytest.mark.parametrize("gnu", [True, False], ids=["gnu", "llvm"])
 def test_little_work_stays_with_the_caller(
-    optimizer: type[Lamb | Came | Lars], sizes: tuple[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+    optimizer: type[Lamb | Came | Lars],
+    sizes: tuple[tuple[int, ...], list[int]],
+    gnu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Waiting for other threads takes longer than this work, milliseconds on a busy machine."""
+    """Waiting for other threads takes longer than this work, milliseconds on a busy machine.
+
+    The functions of OpenMP are those of GNU's runtime, or of LLVM's, which torch has on Windows.
+    """
     teams = []
 
     def parallel(body: Callable[[int], None], data: int, threads: int, _: int) -> None:
         teams.append(threads)
         body(data)
 
-    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    runtime = (
-        ctypes.CFUNCTYPE(None, body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel),
-        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
-        ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
-    )
-    monkeypatch.setattr(library, "OPENMP", tuple(ctypes.cast(each, ctypes.c_void_p).value for each in runtime))
+    def push(location: int, thread: int, threads: int) -> None:
+        assert (location != 0, thread) == (True, 7)
+        teams.append(threads)
+
+    def fork(location: int, arguments: int, task: Callable[[None, None, int], None], data: int) -> None:
+        assert (location != 0, arguments) == (True, 1)
+        task(None, None, data)
+
+    pointer, body = ctypes.c_void_p, ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    functions: dict[str, Any] = {
+        "thread_num": ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0),
+        "num_threads": ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1),
+    }
+    if gnu:
+        functions["parallel"] = ctypes.CFUNCTYPE(None, body, pointer, ctypes.c_uint, ctypes.c_uint)(parallel)
+    else:
+        task = ctypes.CFUNCTYPE(None, pointer, pointer, pointer)
+        functions["fork_call"] = ctypes.CFUNCTYPE(None, pointer, ctypes.c_int, task, pointer)(fork)
+        functions["push_num_threads"] = ctypes.CFUNCTYPE(None, pointer, ctypes.c_int, ctypes.c_int)(push)
+        functions["global_thread_num"] = ctypes.CFUNCTYPE(ctypes.c_int, pointer)(lambda _: 7)
+    addresses = {field: ctypes.cast(function, pointer).value for field, function in functions.items()}
+    monkeypatch.setattr(library, "OPENMP", addresses)
     monkeypatch.setattr(library, "_run_on", library._run_on.__wrapped__)
     monkeypatch.setenv("BIGHORN_NUM_THREADS", "8")
     parameters = [Parameter(torch.ones(size)) for size in sizes[0]]

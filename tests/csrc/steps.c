@@ -363,9 +363,12 @@ static void step_lars(int variant, bool doubles) {
     free_all();
 }
 
-/* The argument is the level of x86-64 whose loops step the tensors: 2, 3 or 4. */
+/* The arguments are the level of x86-64 whose loops step the tensors, 2, 3 or 4, and on Windows an OpenMP runtime. */
 int main(int argc, char **argv) {
     if (argc > 1) RUN.isa = atoi(argv[1]);
+#if defined(_WIN32)
+    if (argc > 2) use_runtime(argv[2]);
+#endif
     check(RUN.isa <= bighorn_isa(), "the processor has this instruction set");
     for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
         step_lamb(variant, IN_FLOATS);

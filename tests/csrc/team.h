@@ -1,4 +1,4 @@
-/* A team of POSIX threads that replaces OpenMP's, and a check for the drivers. */
+/* A team of POSIX threads that replaces OpenMP's, or that of a runtime for Windows, and a check for the drivers. */
 #ifndef BIGHORN_TESTS_TEAM_H
 #define BIGHORN_TESTS_TEAM_H
 
@@ -8,6 +8,10 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#if defined(_WIN32) /* without windows.h, which has an INT8 of its own */
+__declspec(dllimport) void *__stdcall LoadLibraryA(const char *);
+__declspec(dllimport) void *__stdcall GetProcAddress(void *, const char *);
+#endif
 
 enum { THREADS = 4 };
 
@@ -52,5 +56,26 @@ static inline void check(int holds, const char *what) {
     fprintf(stderr, "failed: %s\n", what);
     exit(1);
 }
+
+#if defined(_WIN32)
+static void see_team(int thread, int team, void *data) {
+    if (thread == THREADS - 1) *(int *)data = team;
+}
+
+/* Runs on the threads of LLVM's or Intel's OpenMP in this library, as with torch on Windows. */
+static inline void use_runtime(const char *path) {
+    void *library = LoadLibraryA(path);
+    check(library != NULL, "the runtime loads");
+    RUN.parallel = NULL;
+    RUN.fork_call = GetProcAddress(library, "__kmpc_fork_call");
+    RUN.push_num_threads = GetProcAddress(library, "__kmpc_push_num_threads");
+    RUN.global_thread_num = GetProcAddress(library, "__kmpc_global_thread_num");
+    RUN.thread_num = GetProcAddress(library, "omp_get_thread_num");
+    RUN.num_threads = GetProcAddress(library, "omp_get_num_threads");
+    int team = 0;
+    run_parallel(&RUN, PARALLEL_MIN_ELEMS, see_team, &team);
+    check(team == THREADS, "the runtime gives all threads");
+}
+#endif
 
 #endif

@@ -11,7 +11,7 @@ from typing import Any
 
 from bighorn.kernels import options
 
-VERSION = 3494857875
+VERSION = 3316448924
 """The checksum of the fields that this package knows, without those of options, which it knows by name.
 
 A library with other fields would read and write at wrong addresses. Whoever changes other structures of abi.h changes

@@ -12,6 +12,7 @@ import hashlib
 import importlib.resources
 import math
 import os
+import sys
 import threading
 from array import array
 from pathlib import Path
@@ -27,6 +28,17 @@ CSRC = Path(__file__).parents[1] / "csrc"
 SCRATCH_BYTES = 8 << 20  # u is kept for the last chunks of a tensor up to this size, for all threads together
 
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
+
+TEAMS = (
+    {"parallel": "GOMP_parallel"},
+    {
+        "fork_call": "__kmpc_fork_call",
+        "push_num_threads": "__kmpc_push_num_threads",
+        "global_thread_num": "__kmpc_global_thread_num",
+    },
+)
+"""What starts a team in OpenMP runtimes, by the fields of RunConfig: GNU's functions; LLVM's and Intel's."""
+NUMBERS = {"thread_num": "omp_get_thread_num", "num_threads": "omp_get_num_threads"}
 
 
 # ---- the library and the machine ------------------------------------------------------------------------------
@@ -77,17 +89,22 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]
 
 
-def openmp() -> tuple[int, int, int] | None:
-    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads of torch's runtime, if any."""
-    if os.name != "posix":
-        return None
-    process = ctypes.CDLL(None)
-    try:
-        functions = process.GOMP_parallel, process.omp_get_thread_num, process.omp_get_num_threads
-    except AttributeError:
-        return None
-    parallel, thread_num, num_threads = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return parallel, thread_num, num_threads
+def runtime() -> ctypes.CDLL | None:
+    """Return what has the functions of torch's OpenMP runtime: the process, or on Windows a library that it loaded."""
+    if sys.platform == "win32":
+        find = ctypes.WinDLL("kernel32").GetModuleHandleW
+        find.argtypes, find.restype = [ctypes.c_wchar_p], ctypes.c_void_p
+        handle = find("libiomp5md.dll")  # loads nothing: another runtime's threads would compete with torch's
+        return ctypes.CDLL("libiomp5md.dll", handle=handle) if handle else None
+    return ctypes.CDLL(None)
+
+
+def openmp(runtime: ctypes.CDLL | None) -> dict[str, int]:
+    """Return the addresses of a runtime's functions by the fields of RunConfig; none if it lacks one of each kind."""
+    for functions in ({**team, **NUMBERS} for team in TEAMS):
+        if runtime and all(hasattr(runtime, name) for name in functions.values()):
+            return {field: ctypes.cast(runtime[name], ctypes.c_void_p).value or 0 for field, name in functions.items()}
+    return {}
 
 
 def cores() -> int:
@@ -102,7 +119,7 @@ def cores() -> int:
 
 def threads() -> int:
     """Return the team size for the next call: `BIGHORN_NUM_THREADS`, or torch's number of threads up to `CORES`."""
-    if OPENMP is None or _forked:
+    if not OPENMP or _forked:
         return 1
     asked = os.environ.get("BIGHORN_NUM_THREADS")
     if not asked:
@@ -144,7 +161,7 @@ def _after_fork() -> None:
 
 LIBRARY, LIBRARY_DETAIL = load_library()
 STRUCTURES: abi.Structures = abi.structures_of(abi.fields_of(LIBRARY)) if LIBRARY else {}
-OPENMP = openmp()
+OPENMP = openmp(runtime())
 CORES = cores()
 _forked = False
 _scratch = threading.local()
@@ -184,7 +201,7 @@ def run() -> Any:
 
 @functools.cache
 def _run_on(threads: int, isa: int) -> Any:
-    return STRUCTURES["RunConfig"](*(OPENMP or (None, None, None)), threads, isa)
+    return STRUCTURES["RunConfig"](**OPENMP, threads=threads, isa=isa)
 
 
 def address(values: array[int] | array[float]) -> int:

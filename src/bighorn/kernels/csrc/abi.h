@@ -20,18 +20,26 @@ enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
 enum LayerwisePhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
 
 typedef void ParallelFunction(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+typedef void Microtask(int32_t *thread, int32_t *thread_of_team, void *data);
+typedef void ForkFunction(const void *location, int32_t arguments, Microtask *task, ...);
+typedef void PushFunction(const void *location, int32_t thread, int32_t threads);
+typedef int32_t GlobalThreadFunction(const void *location);
 typedef int ThreadFunction(void);
 typedef double Pair[2];
 typedef double Triple[3];
 typedef double *RoundSums[3];
 
 /* The properties of the process that cpu/library.py determines: the OpenMP runtime that is loaded, and the instruction
- * set. */
-#define RUN_CONFIG_FIELDS(FIELD, S)         \
-    FIELD(S, ParallelFunction *, parallel)  \
-    FIELD(S, ThreadFunction *, thread_num)  \
-    FIELD(S, ThreadFunction *, num_threads) \
-    FIELD(S, int32_t, threads)              \
+ * set.
+ * parallel: GOMP_parallel; NULL: the three functions after it, of LLVM's and Intel's runtimes, start a team. */
+#define RUN_CONFIG_FIELDS(FIELD, S)                     \
+    FIELD(S, ParallelFunction *, parallel)              \
+    FIELD(S, ForkFunction *, fork_call)                 \
+    FIELD(S, PushFunction *, push_num_threads)          \
+    FIELD(S, GlobalThreadFunction *, global_thread_num) \
+    FIELD(S, ThreadFunction *, thread_num)              \
+    FIELD(S, ThreadFunction *, num_threads)             \
+    FIELD(S, int32_t, threads)                          \
     FIELD(S, int32_t, isa)
 
 /* The memory layout of one row's gradient; its address is new at each step.

@@ -9,10 +9,16 @@
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
+#include <limits.h>
 #include <linux/futex.h>
 #include <stddef.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(_WIN32) /* without windows.h, which has an INT8 of its own */
+__declspec(dllimport) int __stdcall WaitOnAddress(volatile void *, void *, size_t, unsigned long);
+__declspec(dllimport) void __stdcall WakeByAddressAll(void *);
+#else
+#include <sched.h>
 #endif
 
 /* ---- the instruction set --------------------------------------------------------------------------------- */
@@ -92,13 +98,52 @@ static void enter(void *argument) {
     set_float_mode(own);
 }
 
+/* The entry of a thread in LLVM's and Intel's runtimes. */
+static void enter_task(int32_t *thread, int32_t *thread_of_team, void *argument) {
+    (void)thread, (void)thread_of_team;
+    enter(argument);
+}
+
+/* The ident_t of those runtimes: who calls, and from where. */
+static const struct {
+    int32_t reserved_1, flags, reserved_2, reserved_3;
+    const char *source;
+} LOCATION = {.flags = 2, .source = ";bighorn;run_parallel;0;0;;"};
+
 void run_parallel(const RunConfig *run, int64_t elements, RunBody *body, void *data) {
-    if (elements < PARALLEL_MIN_ELEMS || run->threads <= 1 || !run->parallel) {
+    if (elements < PARALLEL_MIN_ELEMS || run->threads <= 1) {
         body(0, 1, data);
         return;
     }
     RunRegion region = {.run = run, .body = body, .data = data, .float_mode = float_mode()};
-    run->parallel(enter, &region, (unsigned)run->threads, 0);
+    if (run->parallel) {
+        run->parallel(enter, &region, (unsigned)run->threads, 0);
+    } else {
+        run->push_num_threads(&LOCATION, run->global_thread_num(&LOCATION), run->threads);
+        run->fork_call(&LOCATION, 1, enter_task, &region);
+    }
+}
+
+/* Sleeps in the kernel while the value is this one. It can return before; macOS only lets others run. */
+static inline void sleep_on(atomic_int *value, int present) {
+#if defined(__linux__)
+    syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, present, NULL, NULL, 0);
+#elif defined(_WIN32)
+    WaitOnAddress(value, &present, sizeof present, ~0ul);
+#else
+    (void)value, (void)present;
+    sched_yield();
+#endif
+}
+
+static inline void wake_sleepers(atomic_int *value) {
+#if defined(__linux__)
+    syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#elif defined(_WIN32)
+    WakeByAddressAll(value);
+#else
+    (void)value;
+#endif
 }
 
 /* Spins briefly, then sleeps in the kernel: spinning alone is 5 to 46 times slower with more threads than cores. */
@@ -108,10 +153,7 @@ void wait_for_all(RunBarrier *barrier, int team) {
     if (atomic_fetch_add(&barrier->arrived, 1) == team - 1) {
         atomic_store(&barrier->arrived, 0);
         atomic_store(&barrier->phase, phase + 1);
-#if defined(__linux__)
-        if (atomic_load(&barrier->sleepers))
-            syscall(SYS_futex, &barrier->phase, FUTEX_WAKE_PRIVATE, team, NULL, NULL, 0);
-#endif
+        if (atomic_load(&barrier->sleepers)) wake_sleepers(&barrier->phase);
         return;
     }
     for (int spin = 0; spin < 4000; spin++) {
@@ -119,13 +161,7 @@ void wait_for_all(RunBarrier *barrier, int team) {
         relax();
     }
     atomic_fetch_add(&barrier->sleepers, 1);
-    while (atomic_load(&barrier->phase) == phase) {
-#if defined(__linux__)
-        syscall(SYS_futex, &barrier->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
-#else
-        relax();
-#endif
-    }
+    while (atomic_load(&barrier->phase) == phase) sleep_on(&barrier->phase, phase);
     atomic_fetch_sub(&barrier->sleepers, 1);
 }
 

@@ -61,6 +61,11 @@ class StagedGroup(dist.ProcessGroup):
         self.allgather([list(output.chunk(self.size()))], [tensor])
         return done(output)
 
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], _options: Any = None) -> Any:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.all_gather_single(output, tensor)
+        return done(outputs)
+
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any) -> Any:
         whole = tensor.clone()
         single = dist.AllreduceOptions()

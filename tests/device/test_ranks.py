@@ -1,31 +1,30 @@
-"""Two ranks on the stand-in end where one process on the CPU does: FSDP2 with unequal shards, and DDP."""
+"""Four ranks on the stand-in end where one process on the CPU does."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.device.stand_in import why_absent
-from tests.device.two_ranks import SCENARIOS
+from tests.device.four_ranks import RANKS, scenarios
+from tests.device.stand_in import MODES, why_absent
 from tests.support.processes import assert_ended_well, outcomes
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(why_absent() is not None, reason=str(why_absent()))]
 
 
-@pytest.fixture(scope="module")
-def reports() -> Iterator[list[dict[str, str]]]:
-    """What both ranks said of each scenario, in one run of the program."""
+@cache
+def reports(mode: str) -> list[dict[str, str]]:
+    """What each rank said of each scenario, in one run of the program."""
     with TemporaryDirectory() as folder:
-        ends = outcomes(Path(__file__).with_name("two_ranks.py"), [[folder], [folder]])
-        assert_ended_well(ends)
-        yield [json.loads((Path(folder) / f"report-{rank}").read_text()) for rank in range(2)]
+        assert_ended_well(outcomes(Path(__file__).with_name("four_ranks.py"), [[folder, mode]] * RANKS))
+        return [json.loads((Path(folder) / f"report-{rank}").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks_are_one_process(reports: list[dict[str, str]], scenario: str) -> None:
-    for rank, report in enumerate(reports):
+@pytest.mark.parametrize(("device", "scenario"), [(mode, name) for mode in MODES for name in scenarios(mode)])
+def test_ranks_are_one_process(device: str, scenario: str) -> None:
+    for rank, report in enumerate(reports(device)):
         assert not report[scenario], f"rank {rank}: {report[scenario]}"

@@ -123,6 +123,34 @@ def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, monkeypat
     assert len(made) == 9 + 7, "runs of another length are other runs"
 
 
+def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of ten seconds: six trials and three final runs of two cells take 180, and another trial of each 200."""
+    made: list[RunConfig] = []
+
+    def counted(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        return trial(config.lr or 0.0, config.seed, config.lr or 0.0)
+
+    monkeypatch.setattr(search, "make", counted)
+    monkeypatch.setattr(search.Queue, "seconds", property(lambda queue: 10.0 * len(queue.results())))
+    found = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    found.work()
+    kinds = Counter((config.optimizer, config.seed == 0) for config in made)
+    assert kinds == {("lamb", True): 6, ("lamb", False): 3, ("sgd", True): 6, ("sgd", False): 3}
+    assert found.total == len(found.finished()) == 18
+    assert all(config.seed == 0 for config in made[:12]), "final runs begin when the search has ended"
+    again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    again.work()
+    assert len(made) == 18, "nothing is left to do"
+    longer = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=8, budget="1h")
+    longer.work()
+    assert longer.trials == 8
+    several = prepare(CompareConfig(optimizers="lamb", budget="1h", batch_sizes="256"), Digits(), tmp_path / "t", 3)
+    assert several.trials == 3, "one for each process"
+
+
 def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [6]
 
@@ -370,6 +398,7 @@ def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
         (["--space", "lamb.lr=1,2,3"], "has 3 numbers: give the lowest and the highest"),
         (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
         (["--trials", "0"], "--trials=0"),
+        (["--budget", "2"], "--budget '2' is not a time like 2h, 90min or 1.5d."),
         (["--batch-sizes", "1.5"], "is not a list of numbers"),
         (["--batch-sizes", "32,32"], "each once"),
         (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),

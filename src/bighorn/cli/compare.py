@@ -27,10 +27,13 @@ from bighorn.cli.tasks import TASKS, TaskName, fingerprint, load
 from bighorn.cli.tasks.trial import Trial
 from bighorn.cli.tasks.user import UserTask
 from bighorn.cli.trials import held_out
-from bighorn.cli.values import names, numbers
+from bighorn.cli.values import names, numbers, seconds_in
 from bighorn.cli.verdict import chosen, step_seconds, unfinished, verdicts, warnings
 from bighorn.cli.workers import available_processors, fill
 from bighorn.tasks import Task, defaults
+
+TRIALS, MOST_TRIALS = 12, 100
+"""The trials of a cell without and with a budget of time."""
 
 WIDEST = 120
 """Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
@@ -49,7 +52,19 @@ class CompareConfig(Options):
         shown="by task "
         + "; ".join(f"{name} {','.join(map(str, defaults(task).batch_sizes))}" for name, task in TASKS.items()),
     )
-    trials: int = option(12, "Trials of each optimizer at each batch size, the first with its defaults.", check=COUNT)
+    trials: int | None = option(
+        None,
+        "Trials of each optimizer at each batch size, the first with its defaults.",
+        shown=f"{TRIALS}, or at most {MOST_TRIALS} with --budget",
+        check=COUNT,
+    )
+    budget: str | None = option(
+        None,
+        "Time for all runs, like 2h: as many trials as leave time for the final runs, the same number for each "
+        "optimizer at each batch size; no run is cut short.",
+        shown="none",
+        check=seconds_in,
+    )
     space: tuple[str, ...] = option(
         (),
         "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
@@ -121,8 +136,8 @@ def compare(
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
         place = study or Path(folder) / "study"
-        search = prepare(config, load(config.task, config.data), place)
         processes = config.processes or (available_processors() if config.device == "cpu" else 1)
+        search = prepare(config, load(config.task, config.data), place, processes)
         try:
             _run(search, config, processes, console)
             stopped = False
@@ -141,7 +156,7 @@ def compare(
         ctx.exit(130)
 
 
-def prepare(config: CompareConfig, task: Task, path: Path) -> Search:
+def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -> Search:
     """Return the search of a comparison, after everything that can be wrong has been tried."""
     entries = config.entries(task)
     tuned = held_out(task)
@@ -154,7 +169,9 @@ def prepare(config: CompareConfig, task: Task, path: Path) -> Search:
     target = defaults(task).target if config.target is None else config.target
     data = fingerprint(task, entries[0].base.batch_size or 1)
     code = task.code() if isinstance(task, UserTask) else ""
-    return Search(Plan(tuple(entries), config.trials, config.seeds, target, path, data, code), task)
+    budget = None if config.budget is None else seconds_in("--budget", config.budget)
+    trials = config.trials or (TRIALS if budget is None else MOST_TRIALS)
+    return Search(Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes), task)
 
 
 def _run(search: Search, config: CompareConfig, processes: int, console: Console) -> None:
@@ -163,7 +180,8 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     base = plan.entries[0].base
     length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
     known, total = len(search.finished()), search.total
-    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {total} runs, {processes} at a time")
+    runs = f"{total} runs" if plan.budget is None else f"as many runs as fit in {config.budget}"
+    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {runs}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
@@ -172,7 +190,8 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         step_seconds(run) * run.total * (plan.trials + plan.seeds)
         for run in (Run(entry.base, search.task) for entry in plan.entries)
     )
-    console.print(f"This takes {duration(seconds * (total - known) / total / processes)}.")
+    if plan.budget is None:
+        console.print(f"This takes {duration(seconds * (total - known) / total / processes)}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}
@@ -183,9 +202,10 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                 if (name, trial.config) in shown:
                     continue
                 shown.add((name, trial.config))
-                bar.update(task_id, completed=len(shown))
+                total, spent = search.total, time.monotonic() - started
+                bar.update(task_id, completed=len(shown), total=total)
                 if not console.is_terminal:
-                    left = (time.monotonic() - started) / (len(shown) - known) * (total - len(shown))
+                    left = max(spent / (len(shown) - known) * (total - len(shown)), (plan.budget or 0) - spent)
                     kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
                     console.print(
                         f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
@@ -210,6 +230,8 @@ def _finish(
     rows = [row(cell, plan.target is not None) for cell in cells]
     answers = verdicts(cells) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
+    if plan.budget is not None and cells:
+        notes.append(f"--budget {config.budget} had time for this many trials of each: {search.trials}.")
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")
     for line in answers:
@@ -223,6 +245,7 @@ def _finish(
         "optimizers": ", ".join(dict.fromkeys(entry.name for entry in plan.entries)),
         "batch_sizes": ", ".join(dict.fromkeys(str(entry.base.batch_size) for entry in plan.entries)),
         "space": "; ".join(dict.fromkeys(f"{entry.name} {spans(entry.space)}" for entry in plan.entries)),
+        "trials": search.trials,
         "epochs": base.epochs,
         "steps": base.steps,
         "target": plan.target,

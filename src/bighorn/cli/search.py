@@ -48,12 +48,14 @@ class Plan:
 
     Attributes:
         entries: The cells.
-        trials: The tuning runs of each.
+        trials: The tuning runs of each, at most.
         seeds: The final runs of each.
         target: The value of the metric to which steps are counted; None for none.
         path: The journal.
         data: The digest of the training data.
         code: The digest of the file of a user's task.
+        budget: The seconds after which no tuning runs are added; None for no limit.
+        processes: The runs at a time.
     """
 
     entries: tuple[Entry, ...]
@@ -63,13 +65,17 @@ class Plan:
     path: Path
     data: str
     code: str = ""
+    budget: float | None = None
+    processes: int = 1
 
 
 class Queue:
     """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
 
-    def __init__(self, search: "Search", name: str, points: Sequence[dict[str, float]], space: Space) -> None:
-        self.points, self._space = points, space
+    def __init__(
+        self, search: "Search", name: str, points: Sequence[dict[str, float]], space: Space, count: int
+    ) -> None:
+        self.points, self._space, self.count = points, space, min(count, len(points))
         direction = StudyDirection.MAXIMIZE if search.higher else StudyDirection.MINIMIZE
         self.study = optuna.create_study(
             storage=search.storage, study_name=name, direction=direction, load_if_exists=True
@@ -79,7 +85,7 @@ class Queue:
     def fill(self) -> None:
         """Let every run wait that neither waits, runs nor is done."""
         known = {trial.user_attrs.get("run") for trial in self.study.trials if trial.state != TrialState.FAIL}
-        for index, point in enumerate(self.points):
+        for index, point in enumerate(self.points[: self.count]):
             if index not in known:
                 self.study.enqueue_trial(point, user_attrs={"run": index})
 
@@ -88,7 +94,7 @@ class Queue:
         while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             trial = self.study.ask()
             index = trial.user_attrs.get("run")
-            if index is not None and index not in self.results() and index < len(self.points):
+            if index is not None and index < self.count and not self._is_taken(index, trial.number):
                 trial.set_user_attr("process", _process(os.getpid()))
                 for name, (low, high) in self._space.items():
                     trial.suggest_float(name, low, high, log=low > 0)
@@ -96,11 +102,30 @@ class Queue:
             self.study.tell(trial, state=TrialState.FAIL)  # another process was faster
         return None
 
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Return what is known, by the number of the run; each counts once."""
+    def _is_taken(self, index: int, number: int) -> bool:
+        """Whether a run is done, or another trial than this one is making it."""
+        others = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING))
+        return any(trial.user_attrs.get("run") == index and trial.number != number for trial in others)
+
+    def _done(self) -> dict[int, FrozenTrial]:
+        """Return the finished trials, by the number of the run; each counts once."""
         done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        found = {trial.user_attrs["run"]: trial.user_attrs["result"] for trial in reversed(done)}
-        return {index: found[index] for index in sorted(found) if index < len(self.points)}
+        found = {trial.user_attrs["run"]: trial for trial in reversed(done)}
+        return {index: found[index] for index in sorted(found) if index < self.count}
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Return what is known, by the number of the run."""
+        return {index: trial.user_attrs["result"] for index, trial in self._done().items()}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all runs are done."""
+        return len(self.results()) == self.count
+
+    @property
+    def seconds(self) -> float:
+        """The time of the finished runs."""
+        return sum(trial.duration.total_seconds() for trial in self._done().values() if trial.duration)
 
     def release(self) -> None:
         """Let the runs of processes that are no more wait again."""
@@ -135,7 +160,34 @@ class Search:
 
     def _queue_of_tuning(self, number: int) -> Queue:
         entry = self.plan.entries[number]
-        return Queue(self, self._name(entry, "tuning"), entry.candidates(self.plan.trials), entry.space)
+        count = self.plan.trials if self.plan.budget is None else self._wave
+        return Queue(self, self._name(entry, "tuning"), entry.candidates(self.plan.trials), entry.space, count)
+
+    @property
+    def _wave(self) -> int:
+        """The trials of each cell that a budget adds at a time, so many that no process waits for the others."""
+        return -(-self.plan.processes // len(self.plan.entries))
+
+    @property
+    def trials(self) -> int:
+        """The trials of each cell, as far as known."""
+        return max(queue.count for queue in self._tuning.values())
+
+    def extend(self) -> None:
+        """Add trials to each cell if all are done, and the budget has time for them and the final runs."""
+        plan, queues = self.plan, self._tuning.values()
+        while plan.budget is not None and self.trials < plan.trials and all(queue.is_done for queue in queues):
+            done, more = self.trials, min(self.trials + self._wave, plan.trials)
+            if self.used * (more + plan.seeds) / done > plan.budget:
+                return
+            for queue in queues:
+                queue.count = min(more, len(queue.points))
+                queue.fill()
+
+    @property
+    def used(self) -> float:
+        """The seconds that the trials have taken, as many at a time as this command makes."""
+        return sum(queue.seconds for queue in self._tuning.values()) / self.plan.processes
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study: another one for all that would give other results."""
@@ -159,16 +211,18 @@ class Search:
         return configured(entry.base, params, int(point["seed"]) if final else TUNING_SEED)
 
     def final(self, number: int) -> Queue | None:
-        """Return the final runs of a cell whose tuning is done, None before."""
+        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
         entry, queue = self.plan.entries[number], self._tuning[number]
-        if len(queue.results()) < len(queue.points):
+        waited_for = [queue] if self.plan.budget is None else self._tuning.values()
+        self.extend()
+        if not all(each.is_done for each in waited_for):
             return None
         tuned = self.tuning(number)
         best = queue.points[tuned.index(best_of(tuned, self.higher))]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final:
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
-            self._final[name] = Queue(self, name, points, {**entry.space, "seed": (1.0, 1e9)})
+            self._final[name] = Queue(self, name, points, {**entry.space, "seed": (1.0, 1e9)}, len(points))
         return self._final[name]
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
@@ -181,8 +235,9 @@ class Search:
 
     @property
     def total(self) -> int:
-        """The number of all runs."""
-        return sum(len(queue.points) for queue in self._tuning.values()) + len(self.plan.entries) * self.plan.seeds
+        """The number of all runs; a budget adds to it as long as there is time."""
+        self.extend()
+        return sum(queue.count for queue in self._tuning.values()) + len(self.plan.entries) * self.plan.seeds
 
     def finished(self) -> list[tuple[str, Trial]]:
         """Return all finished runs, each with the name of its optimizer."""

@@ -63,6 +63,19 @@ def bytes_in(flag: str, text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
+def seconds_in(flag: str, text: str) -> float:
+    """Return the number of seconds that a text like ``2h`` or ``1.5 h`` names.
+
+    Example:
+        >>> seconds_in("--budget", "2h"), seconds_in("--budget", "1.5 min")
+        (7200.0, 90.0)
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?(s|min|h|d)", text)
+    if found is None or not float(found[1]):
+        raise InputError(f"{flag} {text!r} is not a time like 2h, 90min or 1.5d.")
+    return float(found[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[found[2]]
+
+
 def device_of(name: str) -> torch.device:
     """Return a device of torch by its name, such as ``cuda`` or ``npu:0``; its package, as torch_xla, is imported.
 

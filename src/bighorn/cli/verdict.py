@@ -173,7 +173,7 @@ def unfinished(search: Search) -> list[str]:
         elif queue is None and tuning:
             best, metric = best_of(tuning, search.higher), search.task.metric
             lines.append(
-                f"{where}: {len(tuning)} of {search.plan.trials} trials, the best with lr {best.config.lr:g}: "
+                f"{where}: {len(tuning)} of {search.trials} trials, the best with lr {best.config.lr:g}: "
                 f"{metric} {metric_text(metric, best.value)} on validation data."
             )
         elif queue is None:

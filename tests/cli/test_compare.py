@@ -9,14 +9,16 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
+import torch
 from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
 
-from bighorn.cli import search
+from bighorn.cli import search, workers
 from bighorn.cli.compare import WIDEST, CompareConfig, prepare
 from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
@@ -26,7 +28,7 @@ from bighorn.cli.space import Entry, read_spaces
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.trials import Cell, Trial, best_of, held_out, make
 from bighorn.cli.verdict import interval, step_seconds, unfinished, verdicts, warnings
-from bighorn.cli.workers import fill
+from bighorn.cli.workers import fill, places
 from bighorn_launcher import commands
 from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.processes import LIMIT
@@ -240,12 +242,34 @@ def test_an_error_of_a_run_in_another_process_ends_the_command(invoke: Invoke) -
     assert "IndexError" in output
 
 
+def test_runs_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has two of a device that is not here, and no run is made."""
+    chosen: list[int] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(Search, "work", lambda *_: None)
+    plan = small(tmp_path / "s.study").plan
+    assert [places("xpu"), places("xpu:1")] == [2, 1]
+    for device in ("xpu", "xpu:1", "cpu"):
+        base = dataclasses.replace(plan.entries[0].base, device=device)
+        there = dataclasses.replace(plan, entries=(dataclasses.replace(plan.entries[0], base=base),))
+        for number in range(3):
+            workers.worker(there, os.getppid(), number)
+    assert chosen == [0, 1, 0]
+
+
 def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:
     Path("other").write_text("not a study\n")
     assert "--study other is damaged or not a file" in invoke("compare", *SMALL, "--study", "other", code=1).output
     assert Path("other").read_text() == "not a study\n"
     output = invoke("compare", *SMALL, "--study", "s", "--json", "s", code=1).output
     assert "--json s is the file of --study s" in output
+
+
+def test_torchrun_is_refused(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "start it once, without torchrun, which is for train" in invoke("compare", *SMALL, code=1).output
 
 
 def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

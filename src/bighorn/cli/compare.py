@@ -17,9 +17,11 @@ from bighorn.cli.compare_table import as_json, columns, row, table_of
 from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
+from bighorn.cli.errors import InputError
 from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
+from bighorn.cli.ranks import world_size
 from bighorn.cli.run import Run
 from bighorn.cli.search import Plan, Search
 from bighorn.cli.space import Entry, read_spaces, spans
@@ -29,7 +31,7 @@ from bighorn.cli.tasks.user import UserTask
 from bighorn.cli.trials import held_out
 from bighorn.cli.values import names, numbers, seconds_in
 from bighorn.cli.verdict import chosen, step_seconds, unfinished, verdicts, warnings
-from bighorn.cli.workers import available_processors, fill
+from bighorn.cli.workers import fill, places
 from bighorn.tasks import Task, defaults
 
 TRIALS, MOST_TRIALS = 12, 100
@@ -81,7 +83,7 @@ class CompareConfig(Options):
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(
-        None, "Runs at a time, each on one thread.", shown="one per processor, and one on a GPU", check=COUNT
+        None, "Runs at a time, each on one thread.", shown="one per processor, or per GPU", check=COUNT
     )
     device: str = option("cpu", "Device of torch for the runs.")
 
@@ -127,6 +129,10 @@ def compare(
     """
     config = CompareConfig(**options)
     check_device(config.device)
+    if world_size() > 1:
+        raise InputError(
+            "compare starts its own processes, one for each GPU: start it once, without torchrun, which is for train."
+        )
     if study is not None:
         files.check_regular(study, "--study")
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
@@ -136,7 +142,7 @@ def compare(
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
         place = study or Path(folder) / "study"
-        processes = config.processes or (available_processors() if config.device == "cpu" else 1)
+        processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes)
         try:
             _run(search, config, processes, console)

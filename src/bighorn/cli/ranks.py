@@ -53,7 +53,7 @@ class Ranks:
         Raises:
             ProcessLostError: A collective failed because a process has ended; raised instead of gloo's error.
         """
-        if _world_size() == 1:
+        if world_size() == 1:
             yield cls()
             return
         try:
@@ -199,7 +199,7 @@ def end_process_group() -> None:
         del group
 
 
-def _world_size() -> int:
+def world_size() -> int:
     """Return the number of processes that torchrun has started, or 1."""
     if "WORLD_SIZE" not in os.environ:
         return 1

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
+import torch
+
 from bighorn.cli.errors import InputError
 from bighorn.cli.search import Plan, Search
 from bighorn.cli.tasks import load
@@ -38,7 +40,7 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
         before = len(search.finished())
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
-            futures = [pool.submit(worker, search.plan, os.getpid()) for _ in range(processes)]
+            futures = [pool.submit(worker, search.plan, os.getpid(), number) for number in range(processes)]
             try:
                 while wait(futures, timeout=LOOK, return_when=FIRST_EXCEPTION).not_done:
                     look()
@@ -61,17 +63,25 @@ def _leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def available_processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def places(device: str) -> int:
+    """Return how many runs have a processor or a device of their own; a device with a number is one."""
+    place = torch.device(device)
+    if place.type == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if place.index is not None else int(torch.get_device_module(place).device_count())
 
 
-def worker(plan: Plan, parent: int) -> None:
-    """Work in a process of its own until there is nothing left, or its parent is gone."""
+def worker(plan: Plan, parent: int, number: int) -> None:
+    """Work in a process of its own until there is nothing left, or its parent is gone.
+
+    Where there are several devices, the one with this number, counted around, is the current one.
+    """
 
     def stepped() -> None:
         if os.getppid() != parent:
             os._exit(1)  # the run waits again when the command is repeated
 
     base = plan.entries[0].base
+    if (count := places(base.device)) > 1 and base.device != "cpu":
+        torch.get_device_module(torch.device(base.device)).set_device(number % count)
     Search(plan, load(base.task, base.data)).work(stepped)

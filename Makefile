@@ -179,7 +179,7 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
 		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'
-	$(BIN)/pytest -m "not slow" tests/integrations tests/cli/test_examples.py tests/docs/test_docs.py tests/package/test_types.py
+	$(BIN)/pytest -m "not slow" tests/integrations tests/cli/test_examples.py tests/cli/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
 	$(BIN)/python -m tests.integrations.page
 
 # A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no

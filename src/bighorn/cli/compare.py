@@ -18,6 +18,7 @@ from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, chec
 from bighorn.cli.display import counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
+from bighorn.cli.logs import log_option, opened
 from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
@@ -117,9 +118,16 @@ class CompareConfig(Options):
 )
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
+@log_option
 @click.pass_context
 def compare(
-    ctx: click.Context, /, study: Path | None, report: Path | None, json_file: Path | None, **options: Any
+    ctx: click.Context,
+    /,
+    study: Path | None,
+    report: Path | None,
+    json_file: Path | None,
+    log: str | None,
+    **options: Any,
 ) -> None:
     """Compare optimizers over batch sizes, each tuned by as many trials.
 
@@ -145,7 +153,7 @@ def compare(
         processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes)
         try:
-            _run(search, config, processes, console)
+            _run(search, config, processes, console, log)
             stopped = False
         except KeyboardInterrupt:
             stopped = True
@@ -180,7 +188,7 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -
     return Search(Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes), task)
 
 
-def _run(search: Search, config: CompareConfig, processes: int, console: Console) -> None:
+def _run(search: Search, config: CompareConfig, processes: int, console: Console, log: str | None) -> None:
     """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
     plan, metric = search.plan, search.task.metric
     base = plan.entries[0].base
@@ -208,11 +216,16 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                 if (name, trial.config) in shown:
                     continue
                 shown.add((name, trial.config))
+                kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
+                if log is not None:
+                    title = f"{name}, batch {trial.config.batch_size}, {kind}, run {len(shown)}"
+                    with opened(log, title, trial.config, {metric: trial.value}) as write:
+                        for step, value in trial.curve:
+                            write({f"{kind.split()[0]}/{metric}": value}, step)
                 total, spent = search.total, time.monotonic() - started
                 bar.update(task_id, completed=len(shown), total=total)
                 if not console.is_terminal:
                     left = max(spent / (len(shown) - known) * (total - len(shown)), (plan.budget or 0) - spent)
-                    kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
                     console.print(
                         f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
                         f"{kind}: {metric} {metric_text(metric, trial.value)}; {duration(left)} left"

@@ -41,7 +41,7 @@ SECTIONS = {
     "Length": "batch_size batch_sizes epochs steps trials budget seeds seconds target",
     "Precision and device": "precision loss_scale backend device threads processes gpu_memory parallel accumulate "
     "tail_overlap shard_update clip",
-    "Files": "study save resume report json_file plot_schedule",
+    "Files": "study save resume report json_file log plot_schedule",
 }
 """The headings of a command's help, and the options below each; others come last."""
 

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.display import Display, introduce
 from bighorn.cli.environment import device_name, environment
 from bighorn.cli.errors import InputError
+from bighorn.cli.logs import log_option, logged
 from bighorn.cli.metrics import metric_text
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.options import FILE, Command, command_line, config_options, given, words
 from bighorn.cli.ranks import Interrupt, Ranks
-from bighorn.cli.run import DivergedError, Run, seed_generators
+from bighorn.cli.run import MAX_UNREAD, DivergedError, Run, seed_generators
 from bighorn.cli.tasks import fingerprint, load
 from bighorn.cli.tasks.trial import Trial
 from bighorn.cli.tasks.user import UserTask
@@ -43,6 +45,7 @@ Outputs = Mapping[str, Path | None]
 @click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
+@log_option
 @click.pass_context
 def train(
     ctx: click.Context,
@@ -52,6 +55,7 @@ def train(
     report: Path | None,
     json_file: Path | None,
     plot_schedule: Path | None,
+    log: str | None,
     **_: Any,
 ) -> None:
     """Train a model with LAMB, CAME or one of torch's optimizers.
@@ -67,12 +71,12 @@ def train(
     outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
     with Ranks.join() as ranks:
         # Separate functions hold the model: see ranks.end_process_group.
-        done = _run(ctx, outputs, resume, ranks)
+        done = _run(ctx, outputs, resume, ranks, log)
     if not done:
         ctx.exit(130)
 
 
-def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> bool:
+def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks, log: str | None) -> bool:
     """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
     run, warnings = _set_up(ctx, outputs, resume, ranks)
     history = run.history
@@ -89,7 +93,8 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
     try:
         with Interrupt(echoes=ranks.size > 1) as interrupt:
             ranks.meet()  # a Ctrl-C at the display's first line must be safe in every process
-            with Display(run, console, history.seconds, warnings) as display:
+            display = Display(run, console, history.seconds, warnings)
+            with logged(log, run) if log and ranks.first else nullcontext(lambda: None) as update, display:
                 while not (ranks.any(interrupt.requested) or run.done):
                     run.train_step()
                     display.stepped()
@@ -98,6 +103,8 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                         display.evaluated()
                         if save is not None:
                             checkpoint.save(run, save)
+                    if run.evaluation_due or run.step % MAX_UNREAD == 0:
+                        update()
             if not run.done and save is not None:
                 checkpoint.save(run, save)
     except DivergedError as error:
@@ -177,7 +184,7 @@ def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console) ->
         console.print(f"Checkpoint: {save}")
     if not run.done:
         again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
-        again += words(ctx, {"report", "json_file", *(field.name for field in fields(ParallelConfig))})
+        again += words(ctx, {"report", "json_file", "log", *(field.name for field in fields(ParallelConfig))})
         where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
         console.print(
             f"Interrupted after step {run.step} of {run.total} and saved. Resume{where} with:\n  {shlex.join(again)}"

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,11 +217,64 @@ def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
     assert taken is not None
     other.release()
     assert [each[3] for each in (taken, other._take(), one._take()) if each] == [0, 1, 2]
-    name = search._process(os.getpid())
-    machine, pid, started = name.rsplit(" ", 2)
-    for process, dead in ((name, False), (f"{machine} {pid} 0", True), (f"elsewhere {pid} {started}", False)):
-        about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={"process": process})
-        assert search._is_dead(about) is dead
+    now, here = time.time(), platform.node()
+    gone = next(pid for pid in range(1, 1 << 22) if not Path(f"/proc/{pid}").exists())
+    for beat, dead in (
+        ([here, os.getpid(), now], False),
+        ([here, os.getpid(), now - 1000], True),
+        ([here, gone, now], Path("/proc").exists()),
+        (["elsewhere", gone, now], False),
+        (["elsewhere", gone, now - 1000], True),
+        (None, False),
+    ):
+        about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={} if beat is None else {"beat": beat})
+        assert search._is_dead(about) is dead, beat
+
+
+def test_a_run_of_another_machine_is_taken_over_and_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is not heard of while it makes its first run, and is back after another one has made all of them."""
+    asleep, awake = small(tmp_path / "s.study"), small(tmp_path / "s.study")
+    made: list[RunConfig] = []
+
+    def slow(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        if len(made) == 1:
+            monkeypatch.setattr(platform, "node", lambda: "another")
+            awake.release()
+            assert [each.state for each in awake._tuning[0].study.trials].count(TrialState.RUNNING) == 1
+            monkeypatch.setattr(search, "GRACE", -1.0)
+            awake.release()
+            monkeypatch.setattr(search, "GRACE", 60.0)
+            awake.work()
+        return trial(config.lr or 0.0, config.seed, 0.5)
+
+    monkeypatch.setattr(search, "make", slow)
+    asleep.work()
+    assert len(made) == 8
+    assert len(asleep.finished()) == len(awake.finished()) == 7
+    states = Counter(each.state.name for each in asleep._tuning[0].study.trials)
+    assert states == {"COMPLETE": 4, "FAIL": 1}
+
+
+def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = small(tmp_path / "s.study", seeds=1, trials=1), small(tmp_path / "s.study", seeds=1, trials=1)
+
+    def last() -> float:
+        trials = [each for queue in other._tuning.values() for each in queue.study.trials]
+        return max(float(each.user_attrs["beat"][2]) for each in trials if "beat" in each.user_attrs)
+
+    def long(config: RunConfig, *_: object) -> Trial:
+        begun, until = last(), time.monotonic() + LIMIT
+        while last() == begun:
+            assert time.monotonic() < until
+        return trial(config.lr or 0.0, config.seed, 0.5)
+
+    monkeypatch.setattr(search, "BEAT", 0.01)
+    monkeypatch.setattr(search, "make", lambda config, *_: long(config) if config.seed == 0 else trial(0.1, 1, 0.5))
+    here.work()
+    assert len(other.finished()) == 2
 
 
 @pytest.mark.process

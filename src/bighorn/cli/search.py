@@ -9,15 +9,17 @@ import hashlib
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
@@ -38,8 +40,14 @@ TUNING_SEED = 0
 PAUSE = 0.1
 """Seconds between two looks for work while other processes have the rest of it."""
 
-UNCLAIMED = timedelta(seconds=30)
-"""The age of a trial that runs without a name of its process, after which that process is taken as dead."""
+BEAT, GRACE = 10.0, 60.0
+"""Seconds between two signs of life of a run, and without one after which its process is taken as dead.
+
+Optuna has such heartbeats for databases alone. SQLite's locks do not hold on every file system that machines share.
+"""
+
+PROCESSES = Path("/proc")
+"""On Linux, a folder with one entry for each process of the machine."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Queue:
             trial = self.study.ask()
             index = trial.user_attrs.get("run")
             if index is not None and index < self.count and not self._is_taken(index, trial.number):
-                trial.set_user_attr("process", _process(os.getpid()))
+                _beat(trial)
                 for name, (low, high) in self._space.items():
                     trial.suggest_float(name, low, high, log=low > 0)
                 return index, trial
@@ -131,10 +139,7 @@ class Queue:
         """Let the runs of processes that are no more wait again."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if _is_dead(trial):
-                try:
-                    self.study.tell(trial.number, state=TrialState.FAIL)
-                except ValueError:  # another process was faster
-                    continue
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         self.fill()
 
 
@@ -267,12 +272,14 @@ class Search:
             config = self._config(entry, queue.points[index], final)
             task, split = (self.task, "test") if final else (self._held_out, "validation")
             try:
-                made = make(config, task, split, self.plan.target if final else None, stepped)
+                with _beating(trial):
+                    made = make(config, task, split, self.plan.target if final else None, stepped)
             except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
-                queue.study.tell(trial, state=TrialState.FAIL)
+                queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
                 raise
-            trial.set_user_attr("result", made.result())
-            queue.study.tell(trial, made.value)
+            with suppress(UpdateFinishedTrialError):  # a process that took this one for dead makes the run again
+                trial.set_user_attr("result", made.result())
+                queue.study.tell(trial, made.value, skip_if_finished=True)
             done()
 
     def cells(self) -> list[Cell]:
@@ -310,28 +317,34 @@ def _check_kind(path: Path) -> None:
             raise ValueError(f"it starts with {start!r}")
 
 
-def _process(pid: int) -> str:
-    """Return a name of a process that no later one has: its machine, number and, on Linux, start."""
+def _beat(trial: optuna.Trial) -> None:
+    """Say that a run's process lives, and which one it is."""
+    trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
+
+
+@contextmanager
+def _beating(trial: optuna.Trial) -> Iterator[None]:
+    """Say so every :data:`BEAT` seconds."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(UpdateFinishedTrialError):
+            while not over.wait(BEAT):
+                _beat(trial)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = ""
-    return f"{platform.node()} {pid} {started}"
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _is_dead(trial: FrozenTrial) -> bool:
-    """Whether the process of a running trial is no more; one of another machine counts as alive."""
-    name = trial.user_attrs.get("process")
-    if name is None:
-        started = trial.datetime_start
-        return started is not None and datetime.now() - started > UNCLAIMED
-    machine, pid, _ = str(name).rsplit(" ", 2)
-    if machine != platform.node():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
+    """Whether the process of a running trial has gone from this machine, or has given no sign of life for long."""
+    assert trial.datetime_start is not None
+    machine, pid, last = trial.user_attrs.get("beat") or ("", 0, trial.datetime_start.timestamp())
+    if machine == platform.node() and PROCESSES.exists() and not (PROCESSES / str(pid)).exists():
         return True
-    except PermissionError:
-        return False
-    return _process(int(pid)) != str(name)
+    return bool(time.time() - last > GRACE)

@@ -24,11 +24,12 @@ from bighorn.cli import search, workers
 from bighorn.cli.compare import WIDEST, CompareConfig, prepare
 from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
+from bighorn.cli.optimizers import CONTESTANTS
 from bighorn.cli.run import Run
 from bighorn.cli.search import Search
 from bighorn.cli.space import Entry, read_spaces
 from bighorn.cli.tasks.digits import Digits
-from bighorn.cli.trials import Cell, Trial, best_of, held_out, make
+from bighorn.cli.trials import Cell, Trial, best_of, configured, held_out, make
 from bighorn.cli.verdict import interval, step_seconds, unfinished, verdicts, warnings
 from bighorn.cli.workers import fill, places
 from bighorn_launcher import commands
@@ -460,6 +461,33 @@ def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
 
 
 @for_every(
+    ("name", "params", "options"),
+    [
+        ("lamb", {"lr": 0.1}, ()),
+        ("lamb", {"one_minus_beta2": 0.01}, ("betas=(0.9, 0.99)",)),
+        ("adamw", {"one_minus_beta1": 0.05, "eps": 1e-4}, ("betas=(0.95, 0.999)", "eps=0.0001")),
+        ("came-corrected", {"one_minus_beta3": 0.001}, ("bias_correction=True", "betas=(0.9, 0.999, 0.999)")),
+        ("sgd", {"one_minus_momentum": 0.02}, ("momentum=0.98",)),
+        ("lars", {"one_minus_momentum": 0.2, "eps": 1e-6}, ("momentum=0.8", "eps=1e-06")),
+    ],
+)
+def test_options_of_an_optimizer_are_searched_by_their_names(
+    name: str, params: dict[str, float], options: tuple[str, ...]
+) -> None:
+    """Each is an option that the optimizer takes, and its default is that of the optimizer."""
+    base = RunConfig(**CONTESTANTS[name], batch_size=256, threads=1).resolved(Digits())
+    assert configured(base, params, 0).optimizer_option == options
+    spans = [f"{name}.{key}={value / 1e5:g},1" for key, value in params.items()]
+    start = Entry(name, base, read_spaces(spans, [name])[name]).candidates(1)[0]
+    plain, first = (
+        Run(each, Digits()).optimizer.param_groups[0]
+        for each in (base, configured(base, {key: start[key] for key in params}, 0))
+    )
+    for option in ("lr", "betas", "momentum", "eps"):
+        assert first.get(option) == pytest.approx(plain.get(option)), option
+
+
+@for_every(
     ("options", "message"),
     [
         (["--device", "cuda"], "--device cuda"),
@@ -469,7 +497,7 @@ def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
         (["--space", "sgd.lr=0.1"], "no 'sgd' here; there are lamb, adamw"),
         (
             ["--space", "lamb.rate=0.1"],
-            "--space lamb: no 'rate' here; there are lr, weight_decay, warmup, one_minus_beta2",
+            "--space lamb: no 'rate' here; there are lr, weight_decay, warmup, one_minus_beta2, one_minus_beta1, eps.",
         ),
         (["--space", "lamb:lr"], "is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST"),
         (["--space", "lamb.lr=0.1,x"], "is not a list of numbers"),

@@ -71,7 +71,7 @@ class CompareConfig(Options):
     space: tuple[str, ...] = option(
         (),
         "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
-        "may be repeated.",
+        "may be repeated. Also one_minus_beta1, one_minus_beta2, one_minus_beta3, one_minus_momentum and eps.",
         shown="; ".join(f"{name} {spans(recipe.space)}" for name, recipe in OPTIMIZERS.items()),
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")

@@ -74,6 +74,8 @@ class Recipe:
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
         space: The options that ``bighorn compare`` searches, each from its lowest to its highest value.
+        defaults: The values of options of the optimizer that it can search: those of ``space``, and others for which
+            ``--space`` gives a range.
         build: A function from parameter groups and options to the optimizer.
         state_dtypes: The choices of ``--state-dtype``; the first is the default. Empty for torch's optimizers, whose
             state has the dtype of the parameters and which have no ``--backend``.
@@ -83,6 +85,7 @@ class Recipe:
     lr: float
     weight_decay: float
     space: Mapping[str, tuple[float, float]]
+    defaults: Mapping[str, float]
     build: Callable[..., torch.optim.Optimizer]
     state_dtypes: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = ()
@@ -92,12 +95,15 @@ WARMUP = (0.02, 0.4)
 """The shares of a run that are tried as its warm-up."""
 
 ADAMS = {"warmup": WARMUP, "one_minus_beta2": (0.001, 0.1)}
+ADAM_DEFAULTS = {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "eps": 1e-8}
+MOMENTUM = {"one_minus_momentum": 0.1}
 
 OPTIMIZERS = {
     "lamb": Recipe(
         0.03,
         0.01,
         {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **ADAMS},
+        {**ADAM_DEFAULTS, "eps": 1e-6},
         Lamb,
         tuple(STATE_DTYPES),
         (TRUST_RATIO,),
@@ -106,6 +112,7 @@ OPTIMIZERS = {
         0.001,
         0.01,
         {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), "warmup": WARMUP},
+        {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "one_minus_beta3": 0.0001},
         Came,
         tuple(STATE_DTYPES),
         (CONFIDENCE, UPDATE_RMS),
@@ -114,6 +121,7 @@ OPTIMIZERS = {
         2.0,
         0.01,
         {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), "warmup": WARMUP},
+        {**MOMENTUM, "eps": 1e-8},
         Lars,
         tuple(STATE_DTYPES),
         (TRUST_RATIO,),
@@ -122,17 +130,19 @@ OPTIMIZERS = {
         0.003,
         0.01,
         {"lr": (0.0003, 0.1), "weight_decay": (0.001, 0.3), **ADAMS},
+        ADAM_DEFAULTS,
         partial(torch.optim.AdamW, fused=True),
     ),
-    "adam": Recipe(0.003, 0.0, {"lr": (0.0003, 0.1), **ADAMS}, partial(torch.optim.Adam, fused=True)),
+    "adam": Recipe(0.003, 0.0, {"lr": (0.0003, 0.1), **ADAMS}, ADAM_DEFAULTS, partial(torch.optim.Adam, fused=True)),
     "adafactor": Recipe(
-        0.05, 0.01, {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP}, torch.optim.Adafactor
+        0.05, 0.01, {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP}, {}, torch.optim.Adafactor
     ),
     # Not fused: on the CPU that does not change bf16 parameters (https://github.com/pytorch/pytorch/issues/191763).
     "sgd": Recipe(
         0.1,
         0.0005,
         {"lr": (0.01, 3.0), "weight_decay": (0.00005, 0.01), "warmup": WARMUP},
+        MOMENTUM,
         partial(torch.optim.SGD, momentum=0.9, foreach=True),
     ),
 }

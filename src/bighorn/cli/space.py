@@ -32,7 +32,8 @@ class Entry:
 
     def candidates(self, count: int) -> list[dict[str, float]]:
         """Return the first ``count`` points of the search: the defaults, then a quasi-random sequence of Sobol."""
-        first = {"lr": self.base.lr, "weight_decay": self.base.weight_decay, "warmup": 0.1, "one_minus_beta2": 0.001}
+        first = {"lr": self.base.lr, "weight_decay": self.base.weight_decay, "warmup": 0.1}
+        first |= OPTIMIZERS[self.base.optimizer].defaults
         start = {name: min(max(first[name] or low, low), high) for name, (low, high) in self.space.items()}
         free: dict[str, BaseDistribution] = {
             name: FloatDistribution(low, high, log=True) for name, (low, high) in self.space.items() if low < high
@@ -69,7 +70,8 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
                 f"--space {text!r} is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1."
             )
         check_name("--space", name, optimizers)
-        check_name(f"--space {name}", key, spaces[name])
+        recipe = OPTIMIZERS[CONTESTANTS[name]["optimizer"]]
+        check_name(f"--space {name}", key, dict.fromkeys([*spaces[name], *recipe.defaults]))
         ends = numbers("--space", values, float)
         if len(ends) > 2:
             raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.metrics import is_share
-from bighorn.cli.optimizers import state_bytes
+from bighorn.cli.optimizers import OPTIMIZERS, state_bytes
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks.user import UserTask
 from bighorn.tasks import Task, defaults
@@ -174,6 +174,13 @@ def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfi
     values: dict[str, Any] = {name: params[name] for name in ("lr", "weight_decay") if name in params}
     if "warmup" in params:
         values["warmup"] = f"{100 * params['warmup']:.3g}%"
-    if "one_minus_beta2" in params:
-        values["optimizer_option"] = (*base.optimizer_option, f"betas=(0.9, {1 - params['one_minus_beta2']:.6g})")
+    of = {**OPTIMIZERS[base.optimizer].defaults, **params}
+    betas = [f"{1 - of[name]:.6g}" for name in of if name.startswith("one_minus_beta")]
+    searched = {
+        "betas": f"({', '.join(betas)})" if any(name.startswith("one_minus_beta") for name in params) else None,
+        "momentum": f"{1 - params['one_minus_momentum']:.6g}" if "one_minus_momentum" in params else None,
+        "eps": f"{params['eps']:g}" if "eps" in params else None,
+    }
+    options = [f"{name}={value}" for name, value in searched.items() if value is not None]
+    values["optimizer_option"] = (*base.optimizer_option, *options)
     return replace(base, seed=seed, **values)

@@ -134,11 +134,11 @@ def chosen(cells: Sequence[Cell]) -> list[str]:
     lines = []
     for cell in cells:
         config = cell.trials[0].config
-        betas = "".join(f", {text}" for text in config.optimizer_option if text.startswith("betas"))
+        options = "".join(f", {text}" for text in config.optimizer_option)
         best = best_of(cell.tuning, cell.higher_is_better)
         lines.append(
             f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
-            f"{config.weight_decay:g}{betas}: {metric_text(cell.metric, best.value)} on validation data, the best of "
+            f"{config.weight_decay:g}{options}: {metric_text(cell.metric, best.value)} on validation data, the best of "
             f"{len(cell.tuning)} trials."
         )
     return lines

@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
 
-from bighorn.cli import search, workers
+from bighorn.cli import run_queue, search, workers
 from bighorn.cli.compare import WIDEST, CompareConfig, prepare
 from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
@@ -139,7 +139,7 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
         return trial(config.lr or 0.0, config.seed, config.lr or 0.0)
 
     monkeypatch.setattr(search, "make", counted)
-    monkeypatch.setattr(search.Queue, "seconds", property(lambda queue: 10.0 * len(queue.results())))
+    monkeypatch.setattr(run_queue.Queue, "seconds", property(lambda queue: 10.0 * len(queue.results())))
     found = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
     found.work()
     kinds = Counter((config.optimizer, config.seed == 0) for config in made)
@@ -229,7 +229,7 @@ def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
         (None, False),
     ):
         about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={} if beat is None else {"beat": beat})
-        assert search._is_dead(about) is dead, beat
+        assert run_queue.is_dead(about) is dead, beat
 
 
 def test_a_run_of_another_machine_is_taken_over_and_counts_once(
@@ -245,9 +245,9 @@ def test_a_run_of_another_machine_is_taken_over_and_counts_once(
             monkeypatch.setattr(platform, "node", lambda: "another")
             awake.release()
             assert [each.state for each in awake._tuning[0].study.trials].count(TrialState.RUNNING) == 1
-            monkeypatch.setattr(search, "GRACE", -1.0)
+            monkeypatch.setattr(run_queue, "GRACE", -1.0)
             awake.release()
-            monkeypatch.setattr(search, "GRACE", 60.0)
+            monkeypatch.setattr(run_queue, "GRACE", 60.0)
             awake.work()
         return trial(config.lr or 0.0, config.seed, 0.5)
 
@@ -272,7 +272,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert time.monotonic() < until
         return trial(config.lr or 0.0, config.seed, 0.5)
 
-    monkeypatch.setattr(search, "BEAT", 0.01)
+    monkeypatch.setattr(run_queue, "BEAT", 0.01)
     monkeypatch.setattr(search, "make", lambda config, *_: long(config) if config.seed == 0 else trial(0.1, 1, 0.5))
     here.work()
     assert len(other.finished()) == 2

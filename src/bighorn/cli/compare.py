@@ -77,10 +77,7 @@ class CompareConfig(Options):
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
     seeds: int = option(3, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
     target: float | None = option(
-        None,
-        "Value of the task's metric on test data to count the steps to.",
-        shown="the task's",
-        check=number,
+        None, "Value of the task's metric on test data to count the steps to.", shown="the task's", check=number
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(

@@ -61,11 +61,7 @@ class RunConfig(Options):
     """
 
     task: str = option("digits", TASK_HELP, kind=TaskName())
-    data: str | None = option(
-        None,
-        DATA_HELP,
-        shown="what comes with the task",
-    )
+    data: str | None = option(None, DATA_HELP, shown="what comes with the task")
     optimizer: str = option(
         "lamb", "Bighorn's lamb, came or lars, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
     )
@@ -81,10 +77,7 @@ class RunConfig(Options):
         f"Multiply lr by batch-size / {BASE_BATCH} (linear) or its square root (sqrt).",
         choices=("none", *RULES),
     )
-    warmup: str = option(
-        "10%",
-        "Linear warm-up, as steps (200) or a share of the run (10%).",
-    )
+    warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%).")
     schedule: str = option(
         "linear", "After warm-up: decay to 0 along a line or half a cosine, or no decay.", choices=tuple(DECAYS)
     )
@@ -105,9 +98,7 @@ class RunConfig(Options):
         choices=(*PRECISIONS, "fp16"),
     )
     loss_scale: str | None = option(
-        None,
-        "For --precision fp16: none, a fixed number, or dynamic.",
-        shown="dynamic with fp16, else none",
+        None, "For --precision fp16: none, a fixed number, or dynamic.", shown="dynamic with fp16, else none"
     )
     max_grad_norm: float | None = option(
         None, "Clip gradients to this 2-norm over all parameters.", shown="no clip", check=POSITIVE
@@ -116,9 +107,7 @@ class RunConfig(Options):
         None, "Type of lamb's moments, or of the momentum of came and lars.", shown="fp32", choices=tuple(STATE_DTYPES)
     )
     optimizer_option: tuple[str, ...] = option(
-        (),
-        "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated.",
-        shown="none",
+        (), "Another option of the optimizer, as NAME=VALUE like bias_correction=True; may be repeated.", shown="none"
     )
     backend: str | None = option(None, "Kernels of lamb, came and lars.", shown="auto", choices=("auto", *BACKENDS))
     device: str = option("cpu", "Device of torch for model, batches and optimizer; all but cpu need a single process.")

@@ -7,26 +7,23 @@ work, and one that was killed loses only the runs in flight.
 
 import hashlib
 import json
-import os
-import platform
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.errors import InputError
+from bighorn.cli.run_queue import Queue, beating
 from bighorn.cli.space import Entry, Space
 from bighorn.cli.trials import Cell, Trial, best_of, configured, held_out, make, trial_of
 from bighorn.tasks import Task, defaults
@@ -39,15 +36,6 @@ TUNING_SEED = 0
 
 PAUSE = 0.1
 """Seconds between two looks for work while other processes have the rest of it."""
-
-BEAT, GRACE = 10.0, 60.0
-"""Seconds between two signs of life of a run, and without one after which its process is taken as dead.
-
-Optuna has such heartbeats for databases alone. SQLite's locks do not hold on every file system that machines share.
-"""
-
-PROCESSES = Path("/proc")
-"""On Linux, a folder with one entry for each process of the machine."""
 
 
 @dataclass(frozen=True)
@@ -77,72 +65,6 @@ class Plan:
     processes: int = 1
 
 
-class Queue:
-    """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
-
-    def __init__(
-        self, search: "Search", name: str, points: Sequence[dict[str, float]], space: Space, count: int
-    ) -> None:
-        self.points, self._space, self.count = points, space, min(count, len(points))
-        direction = StudyDirection.MAXIMIZE if search.higher else StudyDirection.MINIMIZE
-        self.study = optuna.create_study(
-            storage=search.storage, study_name=name, direction=direction, load_if_exists=True
-        )
-        self.fill()
-
-    def fill(self) -> None:
-        """Let every run wait that neither waits, runs nor is done."""
-        known = {trial.user_attrs.get("run") for trial in self.study.trials if trial.state != TrialState.FAIL}
-        for index, point in enumerate(self.points[: self.count]):
-            if index not in known:
-                self.study.enqueue_trial(point, user_attrs={"run": index})
-
-    def take(self) -> tuple[int, optuna.Trial] | None:
-        """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
-        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            trial = self.study.ask()
-            index = trial.user_attrs.get("run")
-            if index is not None and index < self.count and not self._is_taken(index, trial.number):
-                _beat(trial)
-                for name, (low, high) in self._space.items():
-                    trial.suggest_float(name, low, high, log=low > 0)
-                return index, trial
-            self.study.tell(trial, state=TrialState.FAIL)  # another process was faster
-        return None
-
-    def _is_taken(self, index: int, number: int) -> bool:
-        """Whether a run is done, or another trial than this one is making it."""
-        others = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING))
-        return any(trial.user_attrs.get("run") == index and trial.number != number for trial in others)
-
-    def _done(self) -> dict[int, FrozenTrial]:
-        """Return the finished trials, by the number of the run; each counts once."""
-        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        found = {trial.user_attrs["run"]: trial for trial in reversed(done)}
-        return {index: found[index] for index in sorted(found) if index < self.count}
-
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Return what is known, by the number of the run."""
-        return {index: trial.user_attrs["result"] for index, trial in self._done().items()}
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all runs are done."""
-        return len(self.results()) == self.count
-
-    @property
-    def seconds(self) -> float:
-        """The time of the finished runs."""
-        return sum(trial.duration.total_seconds() for trial in self._done().values() if trial.duration)
-
-    def release(self) -> None:
-        """Let the runs of processes that are no more wait again."""
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if _is_dead(trial):
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-        self.fill()
-
-
 class Search:
     """A plan with its storage, in one process."""
 
@@ -166,7 +88,12 @@ class Search:
     def _queue_of_tuning(self, number: int) -> Queue:
         entry = self.plan.entries[number]
         count = self.plan.trials if self.plan.budget is None else self._wave
-        return Queue(self, self._name(entry, "tuning"), entry.candidates(self.plan.trials), entry.space, count)
+        return self._queue(self._name(entry, "tuning"), entry.candidates(self.plan.trials), entry.space, count)
+
+    def _queue(self, name: str, points: Sequence[dict[str, float]], space: Space, count: int) -> Queue:
+        direction = StudyDirection.MAXIMIZE if self.higher else StudyDirection.MINIMIZE
+        study = optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
+        return Queue(study, points, space, count)
 
     @property
     def _wave(self) -> int:
@@ -227,7 +154,7 @@ class Search:
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final:
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
-            self._final[name] = Queue(self, name, points, {**entry.space, "seed": (1.0, 1e9)}, len(points))
+            self._final[name] = self._queue(name, points, {**entry.space, "seed": (1.0, 1e9)}, len(points))
         return self._final[name]
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
@@ -272,7 +199,7 @@ class Search:
             config = self._config(entry, queue.points[index], final)
             task, split = (self.task, "test") if final else (self._held_out, "validation")
             try:
-                with _beating(trial):
+                with beating(trial):
                     made = make(config, task, split, self.plan.target if final else None, stepped)
             except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
                 queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
@@ -315,36 +242,3 @@ def _check_kind(path: Path) -> None:
             start = file.read(len(JOURNAL))
         if start not in (b"", JOURNAL):
             raise ValueError(f"it starts with {start!r}")
-
-
-def _beat(trial: optuna.Trial) -> None:
-    """Say that a run's process lives, and which one it is."""
-    trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
-
-
-@contextmanager
-def _beating(trial: optuna.Trial) -> Iterator[None]:
-    """Say so every :data:`BEAT` seconds."""
-    over = threading.Event()
-
-    def beat() -> None:
-        with suppress(UpdateFinishedTrialError):
-            while not over.wait(BEAT):
-                _beat(trial)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _is_dead(trial: FrozenTrial) -> bool:
-    """Whether the process of a running trial has gone from this machine, or has given no sign of life for long."""
-    assert trial.datetime_start is not None
-    machine, pid, last = trial.user_attrs.get("beat") or ("", 0, trial.datetime_start.timestamp())
-    if machine == platform.node() and PROCESSES.exists() and not (PROCESSES / str(pid)).exists():
-        return True
-    return bool(time.time() - last > GRACE)

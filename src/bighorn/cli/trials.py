@@ -175,12 +175,12 @@ def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfi
     if "warmup" in params:
         values["warmup"] = f"{100 * params['warmup']:.3g}%"
     of = {**OPTIMIZERS[base.optimizer].defaults, **params}
-    betas = [f"{1 - of[name]:.6g}" for name in of if name.startswith("one_minus_beta")]
-    searched = {
-        "betas": f"({', '.join(betas)})" if any(name.startswith("one_minus_beta") for name in params) else None,
-        "momentum": f"{1 - params['one_minus_momentum']:.6g}" if "one_minus_momentum" in params else None,
-        "eps": f"{params['eps']:g}" if "eps" in params else None,
-    }
-    options = [f"{name}={value}" for name, value in searched.items() if value is not None]
+    options = []
+    if any("beta" in name for name in params):
+        options.append(f"betas=({', '.join(f'{1 - of[name]:.6g}' for name in of if 'beta' in name)})")
+    if "one_minus_momentum" in params:
+        options.append(f"momentum={1 - params['one_minus_momentum']:.6g}")
+    if "eps" in params:
+        options.append(f"eps={params['eps']:g}")
     values["optimizer_option"] = (*base.optimizer_option, *options)
     return replace(base, seed=seed, **values)

@@ -7,6 +7,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from textwrap import shorten
@@ -49,31 +50,17 @@ def matches(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def bytes_in(flag: str, text: str) -> int:
-    """Return the number of bytes that a text like ``24GB`` or ``80 GiB`` names.
-
-    Example:
-        >>> bytes_in("--gpu-memory", "24GB"), bytes_in("--gpu-memory", "0.5 GiB")
-        (24000000000, 536870912)
-    """
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([MGT])(i?)B", text)
-    if found is None or not float(found[1]):
-        raise InputError(f"{flag} {text!r} is not a size like 24GB, 80GiB or 512MB.")
-    power = "MGT".index(found[2]) + 2
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> int:
+    """Return the number that a text like ``1.5 h`` names in one of some units."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)
+    if found is None or not float(found[1]) or found[2] not in units:
+        raise InputError(f"{flag} {text!r} is not {like}.")
+    return int(float(found[1]) * units[found[2]])
 
 
-def seconds_in(flag: str, text: str) -> float:
-    """Return the number of seconds that a text like ``2h`` or ``1.5 h`` names.
-
-    Example:
-        >>> seconds_in("--budget", "2h"), seconds_in("--budget", "1.5 min")
-        (7200.0, 90.0)
-    """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?(s|min|h|d)", text)
-    if found is None or not float(found[1]):
-        raise InputError(f"{flag} {text!r} is not a time like 2h, 90min or 1.5d.")
-    return float(found[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[found[2]]
+SIZES = {f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("MGT", 2) for i in ("", "i")}
+bytes_in = partial(amount, SIZES, "a size like 24GB, 80GiB or 512MB")
+seconds_in = partial(amount, {"s": 1, "min": 60, "h": 3600, "d": 86400}, "a time like 2h, 90min or 1.5d")
 
 
 def device_of(name: str) -> torch.device:

@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 import plots
 from bighorn.cli.footprint import predicted
-from bighorn.cli.reports.plots import INK, SERIES, STYLE, to_svg
+from bighorn.cli.reports.style import INK, SERIES, STYLE, to_svg
 from resident_memory import CONTESTANTS, LITTLE, stack
 from studies import DOCS, RESULTS, STUDIES, cells_of
 

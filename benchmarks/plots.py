@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from bighorn.cli.reports.plots import (
+from bighorn.cli.reports.plots import Panels
+from bighorn.cli.reports.style import (
     GRID,
     INK,
     LIGHT,
@@ -16,7 +16,6 @@ from bighorn.cli.reports.plots import (
     STYLE,
     VARIABLES,
     WIDTH,
-    Panels,
     label_powers,
     to_svg,
 )
@@ -28,22 +27,6 @@ DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
         strict=True,
     )
 )
-
-
-def losses(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> str:
-    """Draw median losses as dots with lines from the lowest to the highest, one row each."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
-        axes = figure.add_subplot()
-        for place, (_, (low, middle, high)) in enumerate(rows):
-            axes.plot([low, high], [place, place], color=SERIES[0], linewidth=3, alpha=0.4)
-            axes.plot([middle], [place], "o", color=SERIES[0], markersize=7)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
-        axes.set_xlabel("test loss")
-        return to_svg(figure, "test loss")
 
 
 def side_by_side(panels: Panels, xlabel: str) -> str:

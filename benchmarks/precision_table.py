@@ -50,12 +50,12 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """The last loss of a training; the median of all seeds."""
+        """The last loss of a training; the mean of all seeds."""
         if self.study is None:
             return None
         file, name = self.study.split("/")
         [found] = [cell for cell in json.loads((RESULTS / file).read_text())["cells"] if cell["name"] == name]
-        return float(found["loss"]["median"])
+        return statistics.fmean(run["loss"] for run in found["final"])
 
     def optimizer(self, shapes: str) -> Optimizer:
         """One after its first step, on these shapes."""

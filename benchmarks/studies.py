@@ -86,7 +86,7 @@ def table(name: str) -> str:
 
 
 def _seen(cells: list[Cell]) -> str:
-    """What the picture shows, in words: median losses, or median accuracies by batch size."""
+    """What the picture shows, in words: mean losses, or mean accuracies by batch size."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     if len(cells) == len(names):
         return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
@@ -124,7 +124,7 @@ def picture(name: str) -> str:
     cells = cells_of(STUDIES[name])
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     if len(cells) == len(names):
-        return plots.standalone(plots.losses([(cell.optimizer, cell.loss) for cell in cells]))
+        return plots.standalone(report_plots.dots([(cell.optimizer, cell.loss) for cell in cells], "test loss"))
     groups = [
         (own, [c.batch_size for c in cells if c.optimizer == own], [c.value for c in cells if c.optimizer == own])
         for own in names

@@ -15,7 +15,7 @@ from torch import Tensor
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn.cli import bench, environment, measure, peers
-from bighorn.cli.bench_table import COLUMNS
+from bighorn.cli.bench_table import COLUMNS, answers, settle
 from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.tables import for_every
@@ -314,12 +314,39 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
     assert "Came, int8" in output
 
 
+@for_every(
+    ("own", "ratio", "slower", "shown"),
+    [
+        ((0.97, 1.03), (1.2, 1.3, 1.4), 1.0, "1.30"),
+        ((0.97, 1.03), (0.002, 0.003, 0.02), 1.0, "0.003"),
+        ((0.97, 1.03), (0.9, 1.3, 1.4), 1.0, "-"),  # some rounds say the contrary
+        ((0.97, 1.5), (1.2, 1.3, 1.4), 1.0, "-"),  # the baseline beside itself differs more
+        ((0.2, 1.0), (1.2, 1.3, 1.4), 1.0, "-"),
+        ((0.97, 1.03), (0.02, 0.02, 0.03), 90.0, "-"),  # another program slowed the baseline of these rounds
+    ],
+)
+def test_a_ratio_within_the_noise_is_withheld(
+    own: tuple[float, float], ratio: tuple[float, float, float], slower: float, shown: str
+) -> None:
+    """On a busy machine a table once said 1.10 beside a baseline that was 0.35 against itself."""
+    spreads = (("AdamW", 1.0, (own[0], 1.0, own[1])), ("Lamb", slower, ratio))
+    rows: list[dict[str, Any]] = [
+        {"label": label, "ms": {}, "baseline_ms": {"median": ms}, "ratio": {"p10": low, "median": middle, "p90": high}}
+        for label, ms, (low, middle, high) in spreads
+    ]
+    settle(rows)
+    assert [COLUMNS["ratio"](row) for row in rows] == ["1.00", shown]
+    [answer] = answers([{"shapes": "tiny", "optimizers": rows}])
+    said = f"takes {shown} x the time of AdamW." if shown != "-" else "is not told from AdamW"
+    assert said in answer
+
+
 @pytest.mark.usefixtures("small_shapes", "only_ours")
 def test_the_report_has_peers_side_by_side(invoke: Invoke) -> None:
     content, output = bench_json(invoke, "--shapes", "small,vector", "--report", "bench.html")
     page = assert_self_contained(Path("bench.html"))
     assert "Report: bench.html" in output
-    assert page.tags.count("svg") == page.tags.count("thead") == 2
+    assert page.tags.count("svg") == 2 * page.tags.count("thead") == 4
     for found in content["results"]:
         for row in found["optimizers"]:
             assert row["label"] in page.text

@@ -339,8 +339,13 @@ def test_batch_sizes_may_differ_between_optimizers() -> None:
     assert verdicts(cells[:2]) == []
 
 
-def test_the_curve_of_a_cell_is_the_median_of_its_seeds() -> None:
-    assert cell("lamb", 32, 0.2, 0.9, 0.7, 0.8).curve == [(5, 0.4), (10, 0.8)]
+def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
+    """So it ends at the value of the cell in the table and in the verdict."""
+    found = cell("lamb", 32, 0.2, 0.9, 0.7, 0.5)
+    assert [step for step, _ in found.curve] == [5, 10]
+    assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
+    assert row(found)[3] == "70.0% (50.0-90.0)"
+    assert verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0].startswith("At batch 32 lamb has 70.0%, sgd 50.0%")
 
 
 def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> None:
@@ -532,4 +537,4 @@ def test_variants_take_part_with_their_own_options(invoke: Invoke) -> None:
     assert cells["came-int8"]["config"]["state_dtype"] == "int8"
     assert cells["came-int8"]["state_bytes"] < cells["came"]["state_bytes"]
     assert cells["came-corrected"]["config"]["optimizer_option"] == ["bias_correction=True"]
-    assert len({cell["loss"]["median"] for cell in cells.values()}) == 3
+    assert len({cell["loss"]["mean"] for cell in cells.values()}) == 3

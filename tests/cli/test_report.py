@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bighorn.cli.reports import plots
+from bighorn.cli.reports import plots, style
 from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, Page, assert_self_contained
 
@@ -17,7 +17,7 @@ from tests.support.command_line import Invoke, Page, assert_self_contained
 def test_report_of_a_run(invoke: Invoke) -> None:
     invoke("train", "--epochs", 3, "--seed", 7, "--report", "run.html", "--json", "run.json")
     page = assert_self_contained(Path("run.html"))
-    assert page.tags.count("svg") == 4
+    assert page.tags.count("svg") == 2 * 4
     for word in (
         "Loss",
         "Accuracy",
@@ -38,7 +38,7 @@ def test_report_of_a_run(invoke: Invoke) -> None:
 def test_no_heat_map_without_trust_ratios(invoke: Invoke) -> None:
     invoke("train", "--optimizer", "adamw", "--epochs", 1, "--report", "run.html")
     page = assert_self_contained(Path("run.html"))
-    assert page.tags.count("svg") == 3
+    assert page.tags.count("svg") == 2 * 3
     assert "trust ratio" not in page.text
 
 
@@ -47,7 +47,7 @@ def test_came_shows_confidence_and_the_size_of_its_updates(invoke: Invoke) -> No
         "train", "--optimizer", "came", "--state-dtype", "int8", "--steps", 8, "--report", "r.html", "--json", "r.json"
     )
     page = assert_self_contained(Path("r.html"))
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 2 * 5
     for words in ("mean confidence", "Update size by layer", "hidden1.weight", "state dtype int8"):
         assert words in page.text
     history = json.loads(Path("r.json").read_text())["history"]
@@ -104,27 +104,25 @@ def test_heat_map_of_many_layers_gives_each_its_line() -> None:
 
 
 def test_smoothing_keeps_a_constant_and_the_ends() -> None:
-    np.testing.assert_allclose(plots.smoothed([2.0] * 500), 2.0)
+    np.testing.assert_allclose(style.smoothed([2.0] * 500), 2.0)
     line = np.arange(500.0)
-    np.testing.assert_allclose(plots.smoothed(line.tolist()), line)
+    np.testing.assert_allclose(style.smoothed(line.tolist()), line)
 
 
-def test_points_have_titles_and_a_page_is_readable_on_a_telephone(invoke: Invoke) -> None:
+def test_points_have_titles() -> None:
     svg = plots.ranges([("a & b", [32, 64], [(0.7, 0.8, 0.9), (0.98, 0.99, 0.995)])], "batch size")
     assert "<title>a &amp; b, batch size 32: 80.0% (70.0% to 90.0%)</title>" in svg
     assert svg.count("<title>") == 2
-    invoke("train", "--steps", "2", "--report", "r.html")
-    assert "@media (max-width: 640px)" in Path("r.html").read_text()
 
 
-SPREAD = {"median": 1.25, "p10": 1.2, "p90": 1.4}
+SPREAD = (1.2, 1.25, 1.4)
 TIPS = {
     "training, step 1: loss 2": plots.curves([1, 2], [2.0, 1.0], [2], [0.5], "loss"),
     "test, step 2: accuracy 50.00%": plots.curves([1, 2], [0.2, 0.3], [2], [0.5], "accuracy", percent=True),
     "learning rate 0.01: loss 0.5": plots.search([0.001, 0.01], [2.0, 1.0], [1.0, 0.5], None),
     "step 3: lr 0.1": plots.line([1, 2, 3], [0.3, 0.2, 0.1], "lr"),
     "lamb, 2 of 3x4: 8 bytes": plots.bars(["came", "lamb"], [("2 of 3x4", [4.0, 8.0])], "bytes"),
-    "Lamb: 1.25 (1.20 to 1.40)": plots.spreads([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio"),
+    "Lamb: 1.25 (1.20 to 1.40)": plots.dots([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio", mark=1.0),
 }
 
 
@@ -136,7 +134,7 @@ def test_every_figure_says_its_values(words: str) -> None:
 def test_a_long_curve_has_titles_at_some_points_and_the_last() -> None:
     svg = plots.line(range(1, 1001), [0.5] * 999 + [0.25], "lr")
     assert "<title>step 1000: lr 0.25</title>" in svg
-    assert svg.count("<title>") <= plots.MOST_TIPS
+    assert svg.count("<title>") <= style.MOST_TIPS
 
 
 def test_an_axis_of_accuracies_tells_99_from_99_5_percent() -> None:

@@ -56,9 +56,9 @@ def test_the_evidence_for_lamb_is_that_of_the_files() -> None:
     page = (DOCS / "lamb.md").read_text()
     columns = ("adam", "adamw", "lamb", "adafactor")
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
-        medians = {(cell.optimizer, cell.batch_size): cell.value[1] for cell in cells_of(STUDIES[name])}
+        means = {(cell.optimizer, cell.batch_size): cell.value[1] for cell in cells_of(STUDIES[name])}
         for batch in batches:
-            found = [f"{medians[each, batch]:.1%}" if (each, batch) in medians else "" for each in columns]
+            found = [f"{means[each, batch]:.1%}" if (each, batch) in means else "" for each in columns]
             assert f"| {batch:,} | {' | '.join(found)} |".replace("|  |", "| |") in page
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from bighorn.arguments import between
 from bighorn.cli import cuda, files
-from bighorn.cli.bench_table import COLUMNS, as_table, notes
+from bighorn.cli.bench_table import COLUMNS, answers, as_table, notes, settle
 from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
@@ -168,6 +168,12 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
             console.print(note, markup=False)
     for name, reason in absent.items():
         console.print(f"Absent: {PEERS[name].label} ({reason})", markup=False)
+    for line in answers(content["results"]):
+        console.print(line, markup=False)
+    if config.seconds is None:
+        console.print(
+            f"With more time: --seconds {10 * instrument.seconds:g} for steadier figures, --shapes for other models."
+        )
 
     def page() -> str:
         from bighorn.cli.reports.bench import bench_report
@@ -216,6 +222,7 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
                 failed[name] = f"{type(reason).__name__}: {reason}"
             gc.collect()  # otherwise an optimizer in a reference cycle would keep its memory during the next row
             bar.advance(task)
+    settle(rows)
     return {
         "tensors": len(shapes),
         "parameters": sum(weight.numel() for weight in weights),

@@ -10,11 +10,45 @@ from rich.table import Table
 from bighorn.cli.peers import PEERS
 
 
+def settle(rows: Sequence[dict[str, Any]]) -> None:
+    """Mark the rows whose ratio is farther from 1 than noise takes it.
+
+    The noise is that of the baseline against itself, times how much longer than in its best row the baseline took
+    beside this one. A ratio of which some rounds are on the other side of 1 is noise, too.
+    """
+    measured = [row for row in rows if row["ratio"] is not None]
+    least = min((row["baseline_ms"]["median"] for row in measured), default=1.0)
+    own = rows[0]["ratio"] or {"p10": 1.0, "p90": 1.0}
+    for row in rows:
+        row["settled"] = row is rows[0] and row in measured
+        if row in measured[1:]:
+            reach = max(own["p90"], 1 / own["p10"]) * row["baseline_ms"]["median"] / least
+            low, middle, high = (row["ratio"][name] for name in ("p10", "median", "p90"))
+            row["settled"] = not low <= 1 <= high and not 1 / reach <= middle <= reach
+
+
+def answers(sets: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each set of shapes on the first optimizer beside the baseline."""
+    lines = []
+    for found in sets:
+        baseline, *others = found["optimizers"]
+        for row in others[:1]:
+            on = f"{row['label']} on {found['shapes']}"
+            lines.append(
+                f"{on} takes {_median(row, 'ratio')} x the time of {baseline['label']}."
+                if row["settled"]
+                else f"{on} is not told from {baseline['label']}: the difference is within the noise."
+            )
+    return lines
+
+
 def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str]) -> Iterator[str]:
     """The sentences below a table."""
-    noise = rows[0]["ratio"]
-    if noise is not None and noise["p90"] > 1.2 * noise["p10"]:
-        yield "The baseline against itself varies this much: close other programs for steadier figures."
+    if any(row["ratio"] is not None and not row["settled"] for row in rows):
+        yield (
+            f"-: a ratio within the noise. The baseline against itself had {_spread(rows[0], 'ratio')}: close other "
+            "programs, or give more --seconds."
+        )
     for row in rows:
         if row["ms"] is None:
             yield (
@@ -26,17 +60,21 @@ def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str]) -> Iterator[st
 
 
 def _spread(row: dict[str, Any], key: str) -> str:
-    return "-" if row[key] is None else f"{row[key]['p10']:.2f}-{row[key]['p90']:.2f}"
+    return "-" if row[key] is None else f"{_number(row[key]['p10'])}-{_number(row[key]['p90'])}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.005 else f"{value:.1g}"
 
 
 def _median(row: dict[str, Any], key: str) -> str:
-    return "-" if row.get(key) is None else f"{row[key]['median']:.2f}"
+    return "-" if row.get(key) is None else _number(row[key]["median"])
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ms": lambda row: _median(row, "ms"),
     "ms p10-p90": lambda row: _spread(row, "ms"),
-    "ratio": lambda row: _median(row, "ratio"),
+    "ratio": lambda row: _median(row, "ratio") if row.get("settled", True) else "-",
     "p10-p90": lambda row: _spread(row, "ratio"),
     "wall ms": lambda row: _median(row, "wall_ms"),
     "wall ratio": lambda row: _median(row, "wall_ratio"),

@@ -14,15 +14,15 @@ from bighorn.cli.trials import Cell, Trial
 
 def as_json(cell: Cell) -> dict[str, Any]:
     """A cell as JSON: its configuration, its results and every run."""
-    low, middle, high = cell.value
+    low, mean, high = cell.value
     config = asdict(cell.trials[0].config)
     return {
         "name": cell.optimizer,
         "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
         "tuned": [{"lr": lr, cell.metric: _finite(value)} for lr, value in cell.tuned],
         "on_edge": cell.on_edge,
-        cell.metric: {"lowest": _finite(low), "median": _finite(middle), "highest": _finite(high)},
-        "loss": dict(zip(("lowest", "median", "highest"), map(_finite, cell.loss), strict=True)),
+        cell.metric: {"lowest": _finite(low), "mean": _finite(mean), "highest": _finite(high)},
+        "loss": dict(zip(("lowest", "mean", "highest"), map(_finite, cell.loss), strict=True)),
         "steps": cell.trials[0].steps,
         "steps_to_target": _finite(cell.steps_to_target),
         "seconds": cell.seconds,
@@ -74,14 +74,14 @@ def columns(metric: str, target: float | None) -> list[str]:
 
 
 def row(cell: Cell, target: bool = True) -> tuple[str, ...]:
-    """A cell as text, by :func:`columns`; medians over the seeds."""
-    low, middle, high = (metric_text(cell.metric, value) for value in cell.value)
+    """A cell as text, by :func:`columns`; means over the seeds, but the median of steps and times."""
+    low, mean, high = (metric_text(cell.metric, value) for value in cell.value)
     reached = f"{cell.steps_to_target:.0f} of " if math.isfinite(cell.steps_to_target) else "never of "
     return (
         cell.optimizer,
         str(cell.batch_size),
         f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
-        f"{middle} ({low.rstrip('%')}-{high.rstrip('%')})",
+        f"{mean} ({low.rstrip('%')}-{high.rstrip('%')})",
         f"{reached if target else ''}{cell.trials[0].steps}",
         "-" if math.isnan(cell.loss[1]) else f"{cell.loss[1]:.4f}",
         f"{cell.trials[0].state_bytes / 1e6:.2f} MB",

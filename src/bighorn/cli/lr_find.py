@@ -129,7 +129,9 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         from bighorn.cli.reports import Section, plots, render
 
         return render(
-            f"A learning rate for {config.optimizer}",
+            f"No learning rate for {config.optimizer}"
+            if chosen is None
+            else f"Start {config.optimizer} at lr {curve.lrs[chosen]:.2g}",
             f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}.",
             {
                 "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
@@ -140,7 +142,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
                 Section(
                     "Loss by learning rate",
                     "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
-                    plots.search(curve.lrs, curve.losses, curve.smooth, chosen),
+                    partial(plots.search, curve.lrs, curve.losses, curve.smooth, chosen),
                 )
             ],
             [about["command"]],

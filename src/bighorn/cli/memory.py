@@ -141,8 +141,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     totals = {name: total_of(name, weights, sum(mine.values())) for name, mine in sizes.items()}
     limit = None if config.gpu_memory is None else bytes_in("--gpu-memory", config.gpu_memory)
 
-    console = terminal()
-    about = f"{source}: {quantity(elements)} trainable parameters in {len(params)} tensors, {config.precision}"
+    console, counted = terminal(), quantity(elements).replace("G", "B")
+    about = f"{source}: {counted} trainable parameters in {len(params)} tensors, {config.precision}"
     console.print(about)
     answers = summary(weights, totals)
     for line in answers:
@@ -158,25 +158,23 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     def page() -> str:
         from bighorn.cli.reports import Section, plots, render
 
-        about_all = (
-            f"{'; '.join(answers)}. Released: with only the largest gradient, as with bighorn.release_gradients. "
-            "Activations are not counted."
-        )
         parts = [
             (label.replace("\n", ": "), [each / elements for each in mine])
             for label, mine in parts_of(layers, MOST_PARTS)
         ]
+        shown = {name: f"{quantity(totals[name].all)}B" for name in compared(totals) or totals}
         return render(
-            f"Optimizer state of {source}",
-            f"{about}.",
-            {f"state of {name}": f"{quantity(total.state)}B" for name, total in totals.items()},
+            f"{source} needs " + ", ".join(f"{size} with {name}" for name, size in shown.items()),
+            f"{about}; {'; '.join(answers)}. Released: with only the largest gradient, as with "
+            "bighorn.release_gradients. Activations are not counted.",
+            {f"weights, gradients and state with {name}": size for name, size in shown.items()},
             [
+                Section("Totals", head=TOTAL_HEAD, rows=total_rows(totals)),
                 Section(
                     "State by optimizer",
                     "Bytes for each parameter of the model, by the layers that they belong to.",
-                    plots.bars(wanted, parts, "bytes per parameter"),
+                    partial(plots.bars, wanted, parts, "bytes per parameter"),
                 ),
-                Section("Totals", about_all, head=TOTAL_HEAD, rows=total_rows(totals)),
                 Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers))),
             ],
             [command_line(ctx)],
@@ -202,7 +200,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
 
 
 LAYER_HEAD = ("bytes of",)
-TOTAL_HEAD = ("optimizer", "weights", "gradients", "state", "per parameter", "sum", "of adamw's", "released")
+TOTAL_HEAD = ("optimizer", "state", "per parameter", "in all", "of adamw's", "released")
 
 
 def parts_of(layers: Sequence[Kind], most: int) -> list[tuple[str, list[int]]]:
@@ -257,8 +255,6 @@ def total_rows(totals: Mapping[str, Total]) -> list[tuple[str, ...]]:
     return [
         (
             name,
-            f"{quantity(total.weights)}B",
-            f"{quantity(total.gradients)}B",
             f"{quantity(total.state)}B",
             f"{total.per_parameter:.3f}",
             f"{quantity(total.all)}B",
@@ -269,15 +265,19 @@ def total_rows(totals: Mapping[str, Total]) -> list[tuple[str, ...]]:
     ]
 
 
-def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
-    """Return the sums in words: those of AdamW, and of the one of Bighorn's optimizers that needs the least."""
+def compared(totals: Mapping[str, Total]) -> list[str]:
+    """Return those of adamw and the one of Bighorn's optimizers that needs the least that are in ``totals``."""
     ours = [name for name in totals if name in OURS]
     least = [min(ours, key=lambda name: totals[name].all)] if ours else []
-    names = dict.fromkeys([*(name for name in totals if name == "adamw"), *least])
+    return [*(name for name in totals if name == "adamw"), *least]
+
+
+def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
+    """Return the sums in words: those of AdamW, and of the one of Bighorn's optimizers that needs the least."""
     held = next(iter(totals.values()))
     frozen = f" ({quantity(weights.frozen_bytes)}B of them frozen)" if weights.frozen_bytes else ""
     said = [f"{quantity(held.weights)}B of weights{frozen}, {quantity(held.gradients)}B of gradients"]
-    for name in names:
+    for name in compared(totals):
         total = totals[name]
         released = "" if total.released is None else f", {quantity(total.released)}B with released gradients"
         said.append(f"with {name}: {quantity(total.state)}B of state, {quantity(total.all)}B in all{released}")

@@ -191,7 +191,7 @@ TABLES = {
     "steps": BenchTable(
         baseline="adamw",
         peers=("lamb", "lamb-adam", "lamb-foreach", "timm", "pytorch_optimizer"),
-        shapes=("tiny", "efficientnet_b0", "vit_small", "resnet50"),
+        shapes=("tiny", "vit_small"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "error"),
     ),
     "came": BenchTable(

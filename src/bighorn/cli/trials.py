@@ -74,12 +74,12 @@ class Cell:
 
     @property
     def value(self) -> tuple[float, float, float]:
-        """Lowest, median and highest final value of the metric on the test data."""
+        """Lowest, mean and highest final value of the metric on the test data."""
         return _spread([trial.value for trial in self.trials])
 
     @property
     def loss(self) -> tuple[float, float, float]:
-        """Lowest, median and highest final test loss."""
+        """Lowest, mean and highest final test loss."""
         return _spread([trial.loss for trial in self.trials])
 
     @property
@@ -96,12 +96,12 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """The median of the metric after each evaluated step, over the seeds that reached it."""
+        """The mean of the metric after each evaluated step, over the seeds that reached it."""
         reached: dict[int, list[float]] = {}
         for trial in self.trials:
             for step, value in trial.curve:
                 reached.setdefault(step, []).append(value)
-        return [(step, statistics.median(reached[step])) for step in sorted(reached)]
+        return [(step, statistics.fmean(reached[step])) for step in sorted(reached)]
 
     @property
     def on_edge(self) -> bool:
@@ -112,7 +112,7 @@ class Cell:
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return min(values), statistics.median(values), max(values)
+    return min(values), statistics.fmean(values), max(values)
 
 
 def worst(task: Task) -> float:

@@ -47,7 +47,7 @@ def verdicts(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         by_name.setdefault(cell.optimizer, []).append(cell)
     top = max(cell.batch_size for cell in cells)
-    ranked = sorted((cell for cell in cells if cell.batch_size == top), key=lambda cell: -_sign(cell) * _mean(cell))
+    ranked = sorted((cell for cell in cells if cell.batch_size == top), key=lambda cell: -_sign(cell) * cell.value[1])
     several = [mine for mine in by_name.values() if len(mine) > 1]
     lines = _best(ranked[0], ranked[1], len(ranked) - 1) if len(ranked) > 1 else []
     for mine in several:
@@ -77,7 +77,7 @@ def _best(first: Cell, second: Cell, comparisons: int) -> list[str]:
     """Whether the best optimizer at a batch size is ahead of the next one."""
     points = _points(first, second)
     has = ", ".join(
-        f"{cell.optimizer} {'has ' * (cell is first)}{metric_text(cell.metric, _mean(cell))}"
+        f"{cell.optimizer} {'has ' * (cell is first)}{metric_text(cell.metric, cell.value[1])}"
         for cell in (first, second)
     )
     both = f"At batch {first.batch_size:,} {has}"
@@ -110,10 +110,6 @@ def _amount(cell: Cell, *figures: float) -> str:
 
 def _sign(cell: Cell) -> int:
     return 1 if cell.higher_is_better else -1
-
-
-def _mean(cell: Cell) -> float:
-    return statistics.fmean(trial.value for trial in cell.trials)
 
 
 def step_seconds(run: Run) -> float:

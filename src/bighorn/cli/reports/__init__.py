@@ -1,12 +1,13 @@
 """Reports: one self-contained HTML file with the results of a command, and the command that reproduces them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import jinja2
 from markupsafe import Markup
 
 from bighorn.cli.environment import environment
+from bighorn.cli.reports.style import NARROW, WIDTH
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,21 @@ class Section:
     Attributes:
         heading: The heading.
         text: A sentence or two below the heading.
-        figure: An ``<svg>`` element.
+        figure: A function of :mod:`bighorn.cli.reports.plots` with all but its width.
         head: The table's column names; the first column is text, the others are numbers.
         rows: The table's cells.
     """
 
     heading: str
     text: str = ""
-    figure: str = ""
+    figure: Callable[..., str] | None = None
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+
+    @property
+    def drawn(self) -> Markup:
+        """The figure for wide screens and for narrow ones, of which the page shows one."""
+        return Markup("".join(self.figure(width=width) for width in (WIDTH, NARROW)) if self.figure else "")
 
 
 def render(
@@ -40,8 +46,8 @@ def render(
     """Render a report.
 
     Args:
-        title: The heading.
-        lead: The sentence below it.
+        title: The heading: the answer.
+        lead: The sentences below it: how sure it is, and of what.
         tiles: The most important figures.
         sections: The body.
         commands: The commands that produced the results, in order.
@@ -53,10 +59,10 @@ def render(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).get_template("page.html.j2")
     return template.render(
-        title=title,
-        lead=lead,
+        title=title.replace("+-", "±"),
+        lead=lead.replace("+-", "±"),
         tiles=tiles,
-        sections=[asdict(section) | {"figure": Markup(section.figure)} for section in sections],
+        sections=sections,
         commands=commands,
         settings={
             name.replace("_", " "): _in_words(value)

@@ -1,8 +1,10 @@
 """The report of ``bighorn bench``."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from bighorn.cli.bench_table import answers
 from bighorn.cli.reports import Section, plots, render
 
 
@@ -16,26 +18,30 @@ def bench_report(
     columns = {name: show for name, show in columns.items() if any(show(row) != "-" for row in rows)}
     sections = []
     for found in sets:
-        peers = [(row["label"], row["ratio"]) for row in found["optimizers"] if row["ratio"] is not None]
+        ratios = [(row["label"], row["ratio"]) for row in found["optimizers"] if row["ratio"] is not None]
+        peers = [(label, (ratio["p10"], ratio["median"], ratio["p90"])) for label, ratio in ratios]
+        label = f"step time on {found['shapes']},\nrelative to {baseline}"
         sections.append(
             Section(
                 found["shapes"],
                 "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]]),
-                plots.spreads(peers, f"step time on {found['shapes']}, relative to {baseline}") if peers else "",
+                partial(plots.dots, peers, label, mark=1.0) if peers else None,
                 ("optimizer", *columns),
                 [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]],
             )
         )
     if absent:
         sections.append(Section("Not installed here", ", ".join(absent)))
+    *others, answer = answers(sets) or [f"A step of {baseline}"]
     return render(
-        "What a step costs",
-        f"Each optimizer takes turns with {baseline}. Ratios are of each round: median and 10th to 90th percentile. "
-        "The first row is the baseline against itself, which shows the noise.",
+        answer.rstrip("."),
+        " ".join(
+            [*others, f"Each optimizer takes turns with {baseline}, whose first row is against itself: the noise."]
+        ),
         {
-            f"{row['label']} on {sets[-1]['shapes']}, relative": f"{row['ratio']['median']:.2f}"
+            f"{row['label']} on {sets[-1]['shapes']}, x {baseline}": f"{row['ratio']['median']:.2f}"
             for row in sets[-1]["optimizers"][1:4]
-            if row["ratio"] is not None
+            if row["settled"]
         },
         sections,
         [content["command"]],

@@ -1,6 +1,7 @@
 """The report of ``bighorn compare``."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.reports import Section, plots, render
@@ -20,62 +21,52 @@ def compare_report(
     """Return the report of ``bighorn compare``."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     of = {name: [cell for cell in cells if cell.optimizer == name] for name in names}
-    metric = cells[0].metric
-    by_batch = plots.ranges(
-        [(name, [cell.batch_size for cell in of[name]], [cell.value for cell in of[name]]) for name in names],
-        "batch size",
-        metric,
-    )
-    convergence = plots.convergence(
-        [(name, [(str(cell.batch_size), *_by_epoch(cell)) for cell in of[name]]) for name in names], metric
-    )
-    rates = plots.tuning(
-        [
-            (
-                name,
-                [
-                    (str(cell.batch_size), [lr for lr, _ in cell.tuned], [reached for _, reached in cell.tuned])
-                    for cell in of[name]
-                ],
-            )
-            for name in names
-        ],
-        metric,
-    )
+    metric, sizes = cells[0].metric, sorted({cell.batch_size for cell in cells})
+    if len(sizes) > 1:
+        groups = [(name, [cell.batch_size for cell in of[name]], [cell.value for cell in of[name]]) for name in names]
+        by_batch, lines = partial(plots.ranges, groups, "batch size", metric), "batch size"
+        panels = [(name, [(str(cell.batch_size), cell) for cell in of[name]]) for name in names]
+    else:  # a figure over batch sizes would have one point, and each panel one line
+        values = [(cell.optimizer, cell.value) for cell in cells]
+        by_batch, lines = partial(plots.dots, values, f"test {metric}", percent=is_share(metric)), "optimizer"
+        panels = [(f"batch size {sizes[0]:,}", [(cell.optimizer, cell) for cell in cells])]
+    curves = [(title, [(name, *_by_epoch(cell)) for name, cell in mine]) for title, mine in panels]
+    rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in mine]) for title, mine in panels]
     seeds, epochs = len(cells[0].trials), cells[0].trials[0].config.epochs
     length = "its steps" if epochs is None else f"{epochs:g} epochs"
+    shown = {
+        f"{cell.optimizer}, batch {cell.batch_size}": metric_text(metric, cell.value[1])
+        for name in names
+        for cell in (of[name][0], of[name][-1])
+    }
+    answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
     return render(
-        f"Can the batch grow and the {metric} stay?",
-        " ".join(answers),
-        {
-            f"{cell.optimizer}, batch {cell.batch_size}": metric_text(metric, cell.value[1])
-            for name in names
-            for cell in (of[name][0], of[name][-1])
-        },
+        answer.rstrip("."),
+        " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."]),
+        shown,
         [
             Section(
-                f"{metric.capitalize()} by batch size",
-                f"{' against '.join(names)} on the test data of {data} after {length}: median, lowest and "
-                f"highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
+                f"{metric.capitalize()} by {lines}",
+                f"Mean, lowest and highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
                 by_batch,
             ),
             Section(
                 "Results",
                 "\n".join(notes)
-                + "\nMedians over the seeds; * marks a learning rate on the edge of its range. Time is of the training "
-                "steps, on one thread, while other runs used the other processors.",
+                + "\nMeans over the seeds, medians of steps and times; * marks a learning rate on the edge of its "
+                "range. Time is of the training steps, on one thread, while other runs used the other processors.",
                 head=head,
                 rows=rows,
             ),
             Section(
                 "Convergence",
-                f"The {'test error' if is_share(metric) else metric} on the way: median of the seeds.",
-                convergence,
+                f"The {'test error' if is_share(metric) else metric} on the way: mean of the seeds.",
+                partial(plots.convergence, curves, metric, lines),
             ),
             Section(
                 "Learning rates",
                 f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
-                rates,
+                partial(plots.tuning, rates, metric, lines),
             ),
         ],
         [command],
@@ -89,3 +80,7 @@ def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:
     unit = (trial.config.epochs or trial.steps) / trial.steps
     values = [1 - value if is_share(cell.metric) else value for _, value in cell.curve]
     return [unit * step for step, _ in cell.curve], values
+
+
+def _pairs(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

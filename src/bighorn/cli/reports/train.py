@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 
@@ -29,14 +30,16 @@ def train_report(run: Run) -> str:
         test_steps = [test[0] for test in tests]
         losses = [test["loss"] for _, test in tests if "loss" in test]
         log = min(*history.loss, *losses, math.inf) > 0
-        figure = plots.curves(steps, history.loss, test_steps[: len(losses)], losses, "loss", log=log)
+        figure = partial(plots.curves, steps, history.loss, test_steps[: len(losses)], losses, "loss", log=log)
         text = "Training: each batch, as the model is in training, and its running mean."
         sections.append(Section("Loss", text, figure))
         for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
             sections.append(_metric(name, run))
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         sections.append(
-            Section("Learning rate", "As scheduled, the same for all layers.", plots.line(steps, history.lr, "lr"))
+            Section(
+                "Learning rate", "As scheduled, the same for all layers.", partial(plots.line, steps, history.lr, "lr")
+            )
         )
     sections.append(
         Section(
@@ -58,8 +61,16 @@ def train_report(run: Run) -> str:
     if not run.done:
         lead += f". Stopped after step {run.step:,} of {run.total:,}"
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
+    metric = run.task.metric
+    answer = f"{tiles[f'test {metric}']} test {metric}" if tests else "No evaluation yet"
     return render(
-        f"{config.task} with {config.optimizer}", lead + ".", tiles, sections, history.commands, settings, config.device
+        f"{answer}: {config.optimizer} on {config.task}",
+        lead + ".",
+        tiles,
+        sections,
+        history.commands,
+        settings,
+        config.device,
     )
 
 
@@ -71,7 +82,8 @@ def _metric(name: str, run: Run) -> Section:
     """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
     history, tests = run.history, [(step, test[name]) for step, test in run.history.tests if name in test]
     share = is_share(name)
-    figure = plots.curves(
+    figure = partial(
+        plots.curves,
         range(1, run.step + 1),
         history.batch_metrics.get(name, []),
         [step for step, _ in tests],
@@ -94,7 +106,8 @@ def _heat_map(run: Run, metric: Metric) -> Section:
     return Section(
         metric.heading,
         f"{metric.text} Logarithmic colours; the outermost values share the last ones.",
-        plots.heat_map(
+        partial(
+            plots.heat_map,
             [history.layers[index] for index in order],
             history.metric_steps,
             values,

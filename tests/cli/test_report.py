@@ -11,6 +11,7 @@ import pytest
 
 from bighorn.cli.reports import plots, style
 from bighorn.cli.run import Run
+from bighorn.cli.smoothing import smoothed
 from tests.support.command_line import Invoke, Page, assert_self_contained
 
 
@@ -104,9 +105,9 @@ def test_heat_map_of_many_layers_gives_each_its_line() -> None:
 
 
 def test_smoothing_keeps_a_constant_and_the_ends() -> None:
-    np.testing.assert_allclose(style.smoothed([2.0] * 500), 2.0)
+    np.testing.assert_allclose(smoothed([2.0] * 500, 6), 2.0)
     line = np.arange(500.0)
-    np.testing.assert_allclose(style.smoothed(line.tolist()), line)
+    np.testing.assert_allclose(smoothed(line.tolist(), 6), line)
 
 
 def test_points_have_titles() -> None:

@@ -21,6 +21,7 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.options import FILE, MOST, POSITIVE, Command, Options, command_line, config_options, given, option
 from bighorn.cli.run import DivergedError, Run
+from bighorn.cli.smoothing import smoothed
 from bighorn.cli.tasks import load
 from bighorn.cli.tasks.trial import Trial
 from bighorn.cli.tasks.user import UserTask
@@ -34,13 +35,17 @@ SHARED = (
 """The options that a range test has in common with a run."""
 
 MEMORY = 0.95
-"""The smoothed loss is an average with this weight on previous values, corrected for its start at 0."""
+"""The average that ends the run has this weight on previous values, and is corrected for its start at 0."""
 
 TOO_LARGE = 4.0
-"""The test ends when the smoothed loss is this many times the best."""
+"""The test ends when this average is so many times its best."""
 
 SETTLING = 10
-"""Steps whose slopes do not count, since the average has few values, and the loss falls for any learning rate."""
+"""Steps whose slopes do not count, since the loss falls at first for any learning rate."""
+
+HALF = 10
+"""Steps on each side in the mean whose slope and minimum give the suggestion: the other average lags by 20 steps, in
+which the learning rate grows to four times."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,19 @@ class Curve:
         """Whether the loss shows that the learning rate is too large."""
         return bool(self.smooth) and self.smooth[-1] > TOO_LARGE * min(self.smooth)
 
+    @property
+    def mean(self) -> np.ndarray:
+        """The running mean of the losses."""
+        return smoothed(self.losses, HALF)
+
     def suggestion(self) -> int | None:
-        """Return the step before the minimum at which the smoothed loss falls most steeply over log(lr), or None."""
-        best = int(np.argmin(self.smooth))
+        """Return the step halfway from where the mean falls most steeply over log(lr) to its minimum, or None."""
+        mean = self.mean
+        best = int(np.argmin(mean))
         if best <= SETTLING:
             return None
-        slopes = np.gradient(self.smooth[: best + 1], np.log(self.lrs[: best + 1]))
-        return SETTLING + int(np.argmin(slopes[SETTLING:]))
+        slopes = np.gradient(mean[: best + 1], np.log(self.lrs[: best + 1]))
+        return (SETTLING + int(np.argmin(slopes[SETTLING:])) + best) // 2
 
 
 @click.command("lr-find", cls=Command, epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
@@ -96,10 +107,11 @@ class Curve:
 @click.option("--json", "json_file", type=FILE, help="Write the curve and what it depends on as JSON.")
 @click.pass_context
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
-    """Find a learning rate, where the loss falls fastest as it grows.
+    """Find a learning rate to start from, in one short run.
 
-    One run whose learning rate grows by the same factor at each step. It ends early when the smoothed loss is 4 times
-    the best. The suggestion is where that falls most steeply: a place to start from; bighorn compare tunes in earnest.
+    The learning rate grows by the same factor at each step. The run ends early when the smoothed loss is 4 times the
+    best. The suggestion is halfway from where the loss falls most steeply to where it is lowest; bighorn compare tunes
+    in earnest.
     """
     search = SearchConfig(**given(ctx, SearchConfig))
     config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"})
@@ -114,12 +126,13 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     console = terminal()
     console.print(f"{config.task}: {defaults(task).description}; {config.optimizer}, batch {config.batch_size}")
     curve, ended = range_test(run, search, console)
-    chosen, best = curve.suggestion(), int(np.argmin(curve.smooth))
-    words = [ended, f"Smoothed loss at its best: {curve.smooth[best]:.4f} at lr {curve.lrs[best]:.2g}."]
+    chosen, mean = curve.suggestion(), curve.mean
+    best = int(np.argmin(mean))
+    words = [ended, f"Smoothed loss at its best: {mean[best]:.4f} at lr {curve.lrs[best]:.2g}."]
     if chosen is None:
         words.append("No suggestion: the loss rises from the start. Take a lower --lr-min.")
     else:
-        words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, where the loss falls most steeply.")
+        words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, between the steepest fall of the loss and its lowest.")
     for line in words:
         console.print(line)
 
@@ -135,14 +148,14 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
             f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}.",
             {
                 "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
-                "best smoothed loss": f"{curve.smooth[best]:.4f}",
+                "best smoothed loss": f"{mean[best]:.4f}",
                 "steps": f"{len(curve.lrs)}",
             },
             [
                 Section(
                     "Loss by learning rate",
                     "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
-                    partial(plots.search, curve.lrs, curve.losses, curve.smooth, chosen),
+                    partial(plots.search, curve.lrs, curve.losses, mean.tolist(), chosen),
                 )
             ],
             [about["command"]],
@@ -155,8 +168,8 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         "config": settings,
         "data": {"description": defaults(task).description, "sha256": run.fingerprint},
         "suggestion": None if chosen is None else curve.lrs[chosen],
-        "best": {"lr": curve.lrs[best], "smoothed_loss": curve.smooth[best]},
-        "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": curve.smooth},
+        "best": {"lr": curve.lrs[best], "smoothed_loss": float(mean[best])},
+        "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": mean.tolist(), "past_average": curve.smooth},
         "words": words,
     }
     files.finish(console.print, report, page, json_file, lambda: content)

@@ -22,10 +22,10 @@ from bighorn.cli.reports.style import (
     add_tip,
     finite,
     label_powers,
-    smoothed,
     thinned,
     to_svg,
 )
+from bighorn.cli.smoothing import smoothed
 
 
 @mpl.rc_context(STYLE)
@@ -46,7 +46,7 @@ def curves(
     end, steps = steps[-1], steps[: len(batches)]
     if len(steps) > 60:
         axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
-    means, number = smoothed(batches), "{:.2%}" if percent else "{:.4g}"
+    means, number = smoothed(batches, len(batches) // 80), "{:.2%}" if percent else "{:.4g}"
     if len(batches):
         axes.plot(steps, means, color=SERIES[0], label="training")
     axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")

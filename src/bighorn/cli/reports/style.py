@@ -122,17 +122,6 @@ def add_tip(axes: Axes, x: float, y: float, words: str) -> None:
     axes.plot([x], finite([y]), "o", color=SERIES[0], alpha=0, markersize=12, gid=TIP + words)
 
 
-def smoothed(values: Sequence[float]) -> np.ndarray:
-    """Return a centred running mean over a fortieth of the curve, narrower towards its ends."""
-    series = np.asarray(values, dtype=float)
-    half = len(series) // 80
-    total = np.concatenate(([0.0], np.cumsum(series)))
-    index = np.arange(len(series))
-    reach = np.minimum(np.minimum(index, len(series) - 1 - index), half)
-    mean: np.ndarray = (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
-    return mean
-
-
 def to_svg(figure: Figure, name: str) -> str:
     """Return the figure as an ``<svg>`` element for an HTML page, which defines the element's colours and font.
 

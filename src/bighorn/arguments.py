@@ -363,7 +363,14 @@ def _betas(*checks: Check) -> Check:
 
     def check(name: str, value: object) -> tuple[object, ...]:
         if not _are(value, len(checks)):
-            raise TypeError(f"{name} must be {len(checks)} numbers ({names}), not {value!r}")
+            more = (
+                ": beta3 is CAME's"
+                if _are(value, 3)
+                else ": beta3 is missing, such as 0.9999"
+                if _are(value, 2)
+                else ""
+            )
+            raise TypeError(f"{name} must be {len(checks)} numbers ({names}), not {value!r}{more}")
         return tuple(check(f"{name}[{i}]", value[i]) for i, check in enumerate(checks))
 
     return check

@@ -506,7 +506,7 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
         ),
         (["--space", "lamb:lr"], "is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST"),
         (["--space", "lamb.lr=0.1,x"], "is not a list of numbers"),
-        (["--space", "lamb.lr=0.1,-1"], "must hold positive numbers, each once"),
+        (["--space", "lamb.lr=0,0.1"], "--space lamb.lr '0,0.1' must hold positive numbers, each once"),
         (["--space", "lamb.lr=1,2,3"], "has 3 numbers: give the lowest and the highest"),
         (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
         (["--trials", "0"], "--trials=0"),

@@ -40,6 +40,8 @@ def test_every_backend_and_what_results_depend_on_is_shown(invoke: Invoke, monke
     assert content["machine"]["cores allowed"] == library.cores()
     assert content["variables"]["OMP_DYNAMIC"] == "false"
     assert words("OMP_DYNAMIC false") in words(output)
+    if library.LIBRARY:  # a path that is copied has no line breaks
+        assert re.search(rf"^C library +{re.escape(library.LIBRARY_DETAIL)}$", output, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("no_library")

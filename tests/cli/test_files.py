@@ -129,6 +129,13 @@ def test_a_checkpoint_is_no_pipe(tmp_path: Path, invoke: Invoke) -> None:
     assert "--save pipe is a pipe. Give the name of a file" in output
 
 
+def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
+    """It may be a misspelt one."""
+    made = "--save: made the folder rnus/deep"
+    options = ("train", "--steps", 1, "--save", "rnus/deep/run.pt")
+    assert [made in invoke(*options).output for _ in range(2)] == [True, False]
+
+
 def test_an_empty_name_is_refused(invoke: Invoke) -> None:
     for option in ("--save", "--json", "--report", "--resume"):
         assert "is empty" in invoke("train", "--steps", 1, option, "", code=2).output

@@ -140,7 +140,8 @@ def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.M
 def test_a_finished_run_resumes_to_its_report(invoke: Invoke) -> None:
     invoke("train", "--epochs", 1, "--save", "run.pt")
     before = content(Path("run.pt"))
-    invoke("train", "--resume", "run.pt", "--report", "run.html")
+    output = invoke("train", "--resume", "run.pt", "--report", "run.html").output
+    assert "resumed after step 11, its last one: nothing is left to train" in output
     assert "bighorn train --resume run.pt" in Path("run.html").read_text()
     assert_same(content(Path("run.pt")), before)
 

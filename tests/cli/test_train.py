@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,10 @@ def test_bad_texts(invoke: Invoke, tmp_path: Path) -> None:
 
 def test_an_unknown_command_names_the_nearest(invoke: Invoke) -> None:
     assert "did you mean train?" in invoke("trian", code=2).output
+    assert (
+        "No such option '--batchsize'. Did you mean '--batch-size'?" in invoke("train", "--batchsize", 3, code=2).output
+    )
+    assert "Did you mean" not in invoke("compare", "--lrs", 0.1, code=2).output  # it was --trials, for the dashes
     assert "there are train, compare" in invoke("xyz", code=2).output
 
 
@@ -352,7 +357,13 @@ def test_kernels_without_the_c_library_are_said_in_a_line(invoke: Invoke, monkey
 def test_a_long_run_begins_with_an_estimate(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "This takes" not in invoke("train", "--steps", "8").output
     monkeypatch.setattr(display, "LONG", 0.0)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
     assert "This takes a few seconds, without evaluations." in invoke("train", "--steps", "8").output
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.1, 0.1))
+    assert (
+        "without evaluations, and more while other programs run (load 999.0 on "
+        in invoke("train", "--steps", "8").output
+    )
 
 
 def test_the_words_of_users_are_printed_as_they_are(invoke: Invoke) -> None:
@@ -368,4 +379,7 @@ def test_the_head_of_the_table_tells_both_accuracies_apart(invoke: Invoke) -> No
     [head] = [line for line in lines if line.lstrip().startswith("epoch")]
     assert head.split("  ")[-1] == "trust ratio"
     assert "test acc" in head
-    assert "trust ratio: of the lowest/median/highest layer" in lines
+    assert (
+        "trust ratio, of the lowest/median/highest layer: times lr, the share of its norm by which a layer moves"
+        in lines
+    )

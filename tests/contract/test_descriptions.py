@@ -48,7 +48,7 @@ def test_a_repr_holds_after_groups_were_added_and_copies_were_made(kind: Kind) -
     net = model()
     optimizer = kind([net.get_parameter("0.weight")], lr=0.1)
     optimizer.add_param_group({"params": [net.get_parameter("2.weight")], "lr": 0.2})
-    assert "group 1: 1 tensors, 64 elements: lr=0.2" in repr(optimizer)
+    assert "group 1: 1 tensor, 64 elements: lr=0.2" in repr(optimizer)
     assert repr(copy.deepcopy(optimizer)) == repr(optimizer)
 
 

@@ -146,7 +146,7 @@ def test_averages_of_flat_tensors_are_vectors() -> None:
 def test_explain_names_the_backend_of_each_fragment() -> None:
     """Nothing of a parameter is cut on one rank."""
     group = {"params": [Parameter(torch.ones(72))], "flat_layout": FlatLayout([[Fragment("a", (8, 9), 72)]])}
-    assert "cpu       1 tensors, 72 elements" in Came([group], lr=0.1).explain()
+    assert "cpu       1 tensor, 72 elements" in Came([group], lr=0.1).explain()
 
 
 def test_every_backend_steps_flat_tensors(kind: Kind, backend: str) -> None:

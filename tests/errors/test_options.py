@@ -215,6 +215,15 @@ def test_betas_that_came_cannot_divide_by_are_refused_with_the_reason(betas: Any
         Came(weights(), lr=0.1, betas=betas)
 
 
+@for_every(
+    ("kind", "betas", "which"),
+    [(Lamb, (0.9, 0.99, 0.999), "beta3 is CAME's"), (Came, (0.9, 0.99), "beta3 is missing, such as 0.9999")],
+)
+def test_betas_of_the_other_optimizer_are_refused_with_the_one_that_differs(kind: Kind, betas: Any, which: str) -> None:
+    with pytest.raises(TypeError, match=rf"^betas must be \d numbers \(.*\), not {re.escape(repr(betas))}: {which}$"):
+        kind(weights(), lr=0.1, betas=betas)
+
+
 def refuse_each(kind: Kind, refuse: Callable[[str, Any, type[Exception]], None]) -> None:
     """Check the refusal of each bad value, and fail with all that are not refused as they should be."""
     found = []

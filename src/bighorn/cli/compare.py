@@ -15,7 +15,7 @@ from bighorn.arguments import number
 from bighorn.cli import files
 from bighorn.cli.compare_table import as_json, columns, row, table_of
 from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
-from bighorn.cli.display import counting, duration, terminal
+from bighorn.cli.display import busy, counting, duration, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.logs import log_option, opened
@@ -202,7 +202,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         for run in (Run(entry.base, search.task) for entry in plan.entries)
     )
     if plan.budget is None:
-        console.print(f"This takes {duration(seconds * (total - known) / total / processes)}.")
+        console.print(f"This takes {duration(seconds * (total - known) / total / processes)}{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}

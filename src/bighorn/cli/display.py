@@ -1,5 +1,6 @@
 """Progress on the terminal: a line per evaluation and, on a terminal, a progress bar below them."""
 
+import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from bighorn.cli.metrics import SHORT, metric_text
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.kernels import status
+from bighorn.kernels.cpu import library
 from bighorn.tasks import defaults
 
 TIMED = 4
@@ -64,8 +66,9 @@ class Display:
         introduce(self.run, self.console, self._warnings)
         if self.run.step < self.run.total:
             label = [metric.label for metric in self.run.metrics[:1]]
-            if label:
-                self.console.print(f"{label[0]}: of the lowest/median/highest layer", style="dim")
+            for metric in self.run.metrics[:1]:
+                self.console.print(f"{metric.label}: of the lowest/median/highest layer", style="dim")
+                self.console.print(f"  {metric.short}", style="dim")
             own, test = self._labels
             header = f"{'epoch':>6}{'step':>7}{'loss':>9}{own}{'test loss':>11}{test}{'lr':>9}{'per s':>7}"
             self.console.print("  ".join([header, *label]), style="dim")
@@ -102,7 +105,7 @@ class Display:
         self._first.append(self.run.history.seconds)
         left = (self.run.total - self.run.step) * (self._first[-1] - self._first[0]) / (TIMED - 1)
         if len(self._first) == TIMED and left > LONG:
-            self.console.print(f"This takes {duration(left)}, without evaluations.", style="dim")
+            self.console.print(f"This takes {duration(left)}, without evaluations{busy()}.", style="dim")
 
     def evaluated(self) -> None:
         """Print the line of the last evaluation; training loss and metric are means since the previous line."""
@@ -162,7 +165,8 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         machines = f" on {run.ranks.machines} machines" if run.ranks.machines > 1 else ""
         console.print(f"{run.ranks.size} processes{machines}, each with {share} samples of a batch")
     if run.step:
-        console.print(f"resumed after step {run.step}")
+        left = "" if run.step < run.total else ", its last one: nothing is left to train"
+        console.print(f"resumed after step {run.step}{left}")
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow")
 
@@ -194,6 +198,12 @@ def short(value: float) -> str:
     """A ratio in at most five characters: .0123, 1.2, 35, 1e-06."""
     text = f"{value:.2g}"
     return text.removeprefix("0") if text.startswith("0.") else text
+
+
+def busy() -> str:
+    """Words for an estimate on a machine whose cores other programs use; empty on one that is idle."""
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, library.cores()
+    return "" if load < cores else f", and more while other programs run (load {load:.1f} on {cores} cores)"
 
 
 def duration(seconds: float) -> str:

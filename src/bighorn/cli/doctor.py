@@ -1,6 +1,7 @@
 """``bighorn doctor``: which backends work here, and what to do about those that do not."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,11 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
     else:
         content = findings(device_of(device) if device else accelerator())
     console = Console(highlight=False, emoji=False)
-    console.print(_preset_table(content["presets"]) if presets else _table(content))
+    if presets:
+        console.print(_preset_table(content["presets"]))
+    else:
+        for line in _lines(content):
+            console.print(line, soft_wrap=True)
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
     for name in require:
         if not content["backends"][name]["works"]:
@@ -110,22 +115,19 @@ def _step(backend: str, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return param.cpu()
 
 
-def _table(content: dict[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("[bold]Backends")
+def _lines(content: dict[str, Any]) -> Iterator[Text]:
+    """The findings as lines that the terminal wraps, so that a path can be copied."""
     devices = {f"foreach, {name}": found for name, found in content["devices"].items()}
-    for name, found in {**content["backends"], **devices}.items():
+    backends = {**content["backends"], **devices}
+    headings = [heading for heading in ("environment", "machine", "variables") if content[heading]]
+    width = 2 + max(len(name) for each in (backends, *(content[heading] for heading in headings)) for name in each)
+    yield Text("Backends", "bold")
+    for name, found in backends.items():
         verdict = Text("works", "green") if found["works"] else Text("does not work", "red")
-        table.add_row(name, verdict.append(f"  {found['detail']}", "default"))
-    for heading in ("environment", "machine", "variables"):
-        if content[heading]:
-            table.add_row()
-            table.add_row(f"[bold]{heading.capitalize()}")
-        for name, value in content[heading].items():
-            table.add_row(name, Text(str(value)))
-    return table
+        yield Text(f"{name:<{width}}").append(verdict).append(f"  {found['detail']}")
+    for heading in headings:
+        yield Text(f"\n{heading.capitalize()}", "bold")
+        yield from (Text(f"{name:<{width}}{value}") for name, value in content[heading].items())
 
 
 def _preset_table(rows: list[dict[str, Any]]) -> Table:

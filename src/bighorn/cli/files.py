@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import click
+
 from bighorn.cli.errors import InputError
 
 KINDS = {
@@ -61,7 +63,9 @@ def check_writable(path: Path, option: str) -> None:
         _check_kind(status, f"{option} {path}")
         if _replaceable(status):
             target = _target(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.parent.exists():
+                target.parent.mkdir(parents=True)
+                click.echo(f"{option}: made the folder {path.parent}", err=True)
             with tempfile.TemporaryFile(dir=target.parent):
                 pass
         if status is not None and not os.access(path, os.W_OK):

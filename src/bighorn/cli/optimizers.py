@@ -27,6 +27,7 @@ class Metric:
     Attributes:
         name: The attribute of ``telemetry()``.
         label: Its name in tables and on the terminal.
+        short: What it is, on the terminal.
         heading: The heading of its heat map.
         text: The description of the heat map.
         times_lr: Whether the heat map shows it times the learning rate.
@@ -34,6 +35,7 @@ class Metric:
 
     name: str
     label: str
+    short: str
     heading: str
     text: str
     times_lr: bool
@@ -42,6 +44,7 @@ class Metric:
 TRUST_RATIO = Metric(
     "trust_ratio",
     "trust ratio",
+    "times lr, the share of its norm by which a layer moves",
     "Effective learning rate by layer",
     "Learning rate x trust ratio: how far a step moves each layer, relative to a plain step of Adam or, for lars, SGD.",
     times_lr=True,
@@ -50,6 +53,7 @@ TRUST_RATIO = Metric(
 CONFIDENCE = Metric(
     "confidence",
     "confidence",
+    "CAME multiplies lr by it: about 50 at first, 1 with bias_correction=True,\n  millions where gradients are still 0",
     "Effective learning rate by layer",
     "Learning rate x mean confidence, what CAME multiplies its momentum with: large where the momentum predicts well, "
     "and beyond measure while elements have met no gradient yet, as behind dead units.",
@@ -59,6 +63,7 @@ CONFIDENCE = Metric(
 UPDATE_RMS = Metric(
     "update_rms",
     "update RMS",
+    "the root mean square of the update",
     "Update size by layer",
     "Root mean square of the update before it was clipped. What is above the threshold, 1 by default, was scaled down "
     "to it.",

@@ -1,6 +1,7 @@
 """Click options made from the fields of a dataclass, so that name, type, default and help are declared once."""
 
 import dataclasses
+import difflib
 import shlex
 import types
 import typing
@@ -48,6 +49,15 @@ SECTIONS = {
 
 class Command(click.Command):
     """A command whose help has its options under headings."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; of an unknown option, name those that are near by their letters, not by the dashes before them."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
+            near = difflib.get_close_matches(error.option_name.lstrip("-"), known, n=2)
+            raise click.NoSuchOption(error.option_name, possibilities=[f"--{each}" for each in near], ctx=ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, by :data:`SECTIONS`."""

@@ -72,7 +72,7 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
         check_name("--space", name, optimizers)
         recipe = OPTIMIZERS[CONTESTANTS[name]["optimizer"]]
         check_name(f"--space {name}", key, dict.fromkeys([*spaces[name], *recipe.defaults]))
-        ends = numbers("--space", values, float)
+        ends = numbers(f"--space {name}.{key}", values, float)
         if len(ends) > 2:
             raise InputError(
                 f"--space {text!r} has {len(ends)} numbers: give the lowest and the highest, or a single one."

@@ -162,8 +162,13 @@ def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledO
         values = {name: value for name, value in (group | schedules).items() if name in defaults and name != "params"}
         shown = [f"{n}={_short(v)}" for n, v in values.items() if n == "lr" or _differs(v, defaults[n])]
         elements = sum(param.numel() for param in group["params"])
-        lines.append(f"  group {index}: {len(group['params'])} tensors, {elements:,} elements: {', '.join(shown)}")
+        lines.append(f"  group {index}: {tensor_count(group['params'])}, {elements:,} elements: {', '.join(shown)}")
     return "\n".join(lines)
+
+
+def tensor_count(tensors: Sequence[Tensor]) -> str:
+    """The number of tensors in words."""
+    return f"{len(tensors)} tensor" + "s" * (len(tensors) != 1)
 
 
 def _short(value: object) -> str:
@@ -232,7 +237,7 @@ def _explained(
     lines: dict[int, list[str]] = {}
     for (index, name, device, dtype, why, slower), tensors in kinds.items():
         lines.setdefault(index, []).append(
-            f"group {index}: {name:<9} {len(tensors)} tensors, {sum(t.numel() for t in tensors):,} elements of "
+            f"group {index}: {name:<9} {tensor_count(tensors)}, {sum(t.numel() for t in tensors):,} elements of "
             f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
         )
     return lines

@@ -134,7 +134,7 @@ class Settings:
         for name in EXCLUSIONS:
             if needs_names(getattr(self, name)):
                 raise ValueError(
-                    f"{name} needs names: pass model.named_parameters() as params, or names=model (in Lamb and Came)"
+                    f"{name} needs names: pass model.named_parameters() as params, or names=model (Lamb, Came, Lars)"
                 )
 
     def check_exclusions(self, names: Sequence[str]) -> None:

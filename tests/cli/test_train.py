@@ -379,7 +379,5 @@ def test_the_head_of_the_table_tells_both_accuracies_apart(invoke: Invoke) -> No
     [head] = [line for line in lines if line.lstrip().startswith("epoch")]
     assert head.split("  ")[-1] == "trust ratio"
     assert "test acc" in head
-    assert (
-        "trust ratio, of the lowest/median/highest layer: times lr, the share of its norm by which a layer moves"
-        in lines
-    )
+    assert "trust ratio: of the lowest/median/highest layer" in lines
+    assert "  times lr, the share of its norm by which a layer moves" in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import bighorn
-from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
-from tests.support.compat_training import step, trained, weights
+from bighorn.compat import apex, mindformers, mindspore, npu_bridge, pytorch_fused_lamb, timm, torch_npu
+from tests.support import scalar_formulas
+from tests.support.compat_training import LRS, assert_close, by_scalar, step, trained, weights
 from tests.support.tables import for_every
 
 Params = Mapping[str, Parameter]
@@ -35,6 +37,22 @@ LAYERS: Layers = {
     "pytorch_fused_lamb": (
         lambda params, lr: pytorch_fused_lamb.Lamb(params.items(), lr, weight_decay=0.1, amsgrad=True),
         lambda params, lr: bighorn.Lamb(params.items(), lr, eps=1e-8, weight_decay=0.1, second_moment="amsgrad"),
+    ),
+    "apex": (
+        lambda params, lr: apex.FusedLAMB(params.items(), lr, adam_w_mode=False, use_nvlamb=True),
+        lambda params, lr: bighorn.Lamb.like("nvlamb", params.items(), lr=lr, decay_mode="l2"),
+    ),
+    "apex's masters": (
+        lambda params, lr: apex.FusedMixedPrecisionLamb(
+            params.items(), lr, weight_decay=0.0, reduced_precision_dtype=torch.bfloat16
+        ),
+        lambda params, lr: bighorn.Lamb.like(
+            "apex", params.items(), lr=lr, weight_decay=0.0, weight_rounding=rounding(params)
+        ),
+    ),
+    "timm": (
+        lambda params, lr: timm.Lamb(params.items(), lr, trust_clip=True, foreach=True),
+        lambda params, lr: bighorn.Lamb.like("lambc", params.items(), lr=lr),
     ),
     "npu_bridge": (
         lambda params, lr: npu_bridge.LAMBOptimizer(lr, 0.1, params=params.items(), **EXCLUDED),
@@ -56,6 +74,59 @@ LAYERS: Layers = {
 """Each compatibility class, and bighorn's optimizer with the options that it is equal to."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def rounding(params: Params) -> Any:
+    """apex keeps float32 weights for parameters of the dtype that was named, and for no others."""
+    return "master" if params["fc.weight"].dtype == torch.bfloat16 else "nearest"
+
+
+BY_HAND: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], dict[str, Any]]] = {
+    "apex": (apex.FusedLAMB, {}, {}),
+    "apex, l2": (apex.FusedLAMB, {"adam_w_mode": False, "bias_correction": False}, {"decay_mode": "l2"}),
+    "apex, no averaging": (apex.FusedLAMB, {"grad_averaging": False}, {}),
+    "apex, no decay": (apex.FusedLAMB, {"weight_decay": 0.0}, {"adam": True}),
+    "nvlamb, no decay": (apex.FusedLAMB, {"weight_decay": 0.0, "use_nvlamb": True}, {}),
+    "apex's masters": (apex.FusedMixedPrecisionLamb, {"betas": (0.8, 0.9), "eps": 1e-3}, {}),
+    "timm": (timm.Lamb, {"max_grad_norm": None}, {}),
+    "timm, no decay": (timm.Lamb, {"weight_decay": 0.0}, {"adam": True}),
+    "timm, no decay, always": (timm.Lamb, {"weight_decay": 0.0, "always_adapt": True}, {}),
+    "timm, lambc": (timm.Lamb, {"trust_clip": True}, {"trust_ratio_bounds": (0.0, 1.0)}),
+    "timm, lambw": (timm.Lamb, {"decoupled_decay": True}, {"decay_mode": "decoupled"}),
+    "timm, caution": (timm.Lamb, {"caution": True}, {"cautious": True}),
+}
+"""Classes, their arguments, and the options of the scalar formulas that are not among these arguments."""
+
+
+@for_every("name", BY_HAND)
+def test_apex_and_timm_are_the_scalar_formulas(name: str) -> None:
+    kind, given, options = BY_HAND[name]
+    ours = trained(lambda params: kind(params.values(), LRS, **given))
+    scalars = dataclasses.fields(scalar_formulas.Options)
+    known = {field.name for field in scalars} & given.keys()
+    by_hand = {"weight_decay": 0.01, **{each: given[each] for each in known}, **options}
+    assert_close(ours, by_scalar(lambda _: by_hand, given.get("max_grad_norm", 1.0)), 1e-12)
+
+
+REFUSED: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], str]] = {
+    "apex's amsgrad": (apex.FusedLAMB, {"amsgrad": True}, r"^amsgrad=True is refused by apex, too: use bighorn\.Lamb"),
+    "apex's zeros": (apex.FusedLAMB, {"set_grad_none": False}, r"call zero_grad\(set_to_none=False\)$"),
+    "apex's step": (apex.FusedMixedPrecisionLamb, {"step": 5}, "^step=5 must be 0: load_state_dict restores"),
+    "apex's dtype": (
+        apex.FusedMixedPrecisionLamb,
+        {"reduced_precision_dtype": "fp16"},
+        "^reduced_precision_dtype must",
+    ),
+    "timm's decay": (timm.Lamb, {"corrected_weight_decay": True}, "pass a schedule as weight_decay"),
+    "timm's flag": (timm.Lamb, {"trust_clip": 1}, "^trust_clip must be"),
+}
+
+
+@for_every("name", REFUSED)
+def test_an_argument_without_a_counterpart_is_refused_with_what_to_do(name: str) -> None:
+    kind, given, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(weights().values(), **given)
 
 
 def lr(number: int) -> float:
@@ -121,6 +192,9 @@ MISSPELT: dict[str, tuple[type, str, str]] = {
     "torch_npu": (torch_npu.NpuFusedLamb, "use_global_gradnorm", "use_global_grad_norm"),
     "mindspore": (mindspore.Lamb, "lr", "learning_rate"),
     "pytorch_fused_lamb": (pytorch_fused_lamb.Lamb, "amsgrd", "amsgrad"),
+    "apex": (apex.FusedLAMB, "adamw_mode", "adam_w_mode"),
+    "apex's masters": (apex.FusedMixedPrecisionLamb, "reduced_precision_type", "reduced_precision_dtype"),
+    "timm": (timm.Lamb, "trust_clp", "trust_clip"),
     "npu_bridge": (npu_bridge.LAMBOptimizer, "weight_decay", "weight_decay_rate"),
     "npu_bridge's wrapper": (npu_bridge.NPUOptimizer, "is_losscale", "is_loss_scale"),
     "npu_bridge's distributed wrapper": (npu_bridge.NPUDistributedOptimizer, "models", "model"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def table(name: str) -> str:
     head = columns("accuracy", config["target"])[:-1]  # without the time: runs shared the machine
     lines = [
         "```bash",
-        command(saved),
+        " \\\n  ".join(textwrap.wrap(command(saved), 80, break_long_words=False, break_on_hyphens=False)),
         "```",
         "",
         f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "

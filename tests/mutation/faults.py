@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "the rest of odd sizes",
         "kernels/csrc/lamb_loops.c",
-        "    if (n % 2)\n        apply_loop(",
-        "    if (n % 4 == 1)\n        apply_loop(",
+        "    if (n % 2) apply_loop(",
+        "    if (n % 4 == 1) apply_loop(",
         "tests/backends/test_backends.py -k cpu",
     ),
     Fault(

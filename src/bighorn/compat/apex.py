@@ -63,7 +63,8 @@ class FusedLAMB(Lamb):
     ) -> None:
         if not flag("set_grad_none", set_grad_none):
             raise ValueError("set_grad_none=False: leave it out, and call zero_grad(set_to_none=False)")
-        options = _options(amsgrad, adam_w_mode, use_nvlamb)
+        if flag("amsgrad", amsgrad):
+            raise ValueError('amsgrad=True is refused by apex, too: use bighorn.Lamb(second_moment="amsgrad")')
         super().__init__(
             params,
             lr,
@@ -73,12 +74,13 @@ class FusedLAMB(Lamb):
             bias_correction=bias_correction,
             grad_averaging=grad_averaging,
             max_grad_norm=max_grad_norm,
-            **options,
+            decay_mode="ratio" if flag("adam_w_mode", adam_w_mode) else "l2",
+            always_adapt=flag("use_nvlamb", use_nvlamb),
         )
 
 
 @knows_its_keywords
-class FusedMixedPrecisionLamb(Lamb):
+class FusedMixedPrecisionLamb(FusedLAMB):
     """apex's FusedMixedPrecisionLamb, on any device: FusedLAMB that can keep float32 weights for 16-bit parameters.
 
     Args:
@@ -128,31 +130,14 @@ class FusedMixedPrecisionLamb(Lamb):
     ) -> None:
         if step != 0:
             raise ValueError(f"step={step!r} must be 0: load_state_dict restores the counts of a checkpoint")
-        options = _options(amsgrad, adam_w_mode, use_nvlamb)
         if reduced_precision_dtype is not None:
             if not isinstance(reduced_precision_dtype, torch.dtype):
                 raise TypeError(
                     f"reduced_precision_dtype must be a torch.dtype or None, not {reduced_precision_dtype!r}"
                 )
             params = _with_masters(params, reduced_precision_dtype)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            **options,
-        )
-
-
-def _options(amsgrad: bool, adam_w_mode: bool, use_nvlamb: bool) -> dict[str, Any]:
-    if flag("amsgrad", amsgrad):
-        raise ValueError('amsgrad=True is refused by apex, too: use bighorn.Lamb(second_moment="amsgrad")')
-    decay = "ratio" if flag("adam_w_mode", adam_w_mode) else "l2"
-    return {"decay_mode": decay, "always_adapt": flag("use_nvlamb", use_nvlamb)}
+        own = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *own)
 
 
 def _with_masters(params: ParamsT, dtype: torch.dtype) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ def test_the_page_goes_from_an_empty_file_to_a_verdict(invoke: Invoke) -> None:
     page = (DOCS / "own-task.md").read_text()
     code, commands = re.findall(r"```(?:python|bash)\n(.*?)```", page, re.DOTALL)
     Path("mine.py").write_text(code)
-    for line in commands.splitlines():
+    for line in commands.replace("\\\n", "").splitlines():
         _, name, *words = shlex.split(line, comments=True)
         output = invoke(name, *words, *QUICK[name]).output
     assert "At batch 32 " in output

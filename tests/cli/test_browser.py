@@ -30,7 +30,7 @@ REPORTS = {
     "compare": ("compare", "--optimizers", "lamb,adamw,came", "--batch-sizes", "128,256", *SHORT),
     "one-batch": ("compare", "--optimizers", "lamb,adamw", "--batch-sizes", "256", *SHORT),
     "lr-find": ("lr-find", "--steps", 40),
-    "memory": ("memory", "--shapes", "llama_1b", "--offload"),
+    "state": ("memory", "--shapes", "llama_1b", "--offload"),
     "bench": ("bench", "--shapes", "tiny", "--seconds", 0),
 }
 

@@ -40,8 +40,9 @@ def compare_report(
         for cell in (of[name][0], of[name][-1])
     }
     answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
+    unsettled = ", not settled" if more and more[0].startswith("Not settled") else ""
     return render(
-        answer.rstrip("."),
+        answer.rstrip(".") + unsettled,
         " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."]),
         shown,
         [

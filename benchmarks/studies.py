@@ -24,8 +24,11 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 FIGURES = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if FIGURES.search(page.read_text())]
 STUDIES = {
-    path.stem: saved for path in sorted(RESULTS.glob("*.json")) if "cells" in (saved := json.loads(path.read_text()))
+    path.stem: saved
+    for path in sorted(RESULTS.glob("*.json"))
+    if "cells" in (saved := json.loads(path.read_text())) and "trials" not in saved["config"]
 }
+"""Those whose rates were tuned on grids; `equal_tuning.py` has the others."""
 
 
 def cells_of(saved: dict[str, Any]) -> list[Cell]:

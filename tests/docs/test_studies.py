@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import equal_tuning
 from bighorn import Came
 from bighorn.cli.compare import CompareConfig, compare
 from bighorn.cli.tasks import TASKS
@@ -20,6 +21,15 @@ from tests.support.tables import for_every
 @for_every("page", PAGES, ids=lambda page: page.stem)
 def test_the_figures_are_those_of_the_files(page: Path) -> None:
     assert page.read_text() == written(page)
+
+
+def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
+    assert equal_tuning.PAGE.read_text() == equal_tuning.written()
+    for _, name, _ in equal_tuning.TABLES.findall(equal_tuning.PAGE.read_text()):
+        saved = equal_tuning.load(name)
+        assert saved["clean"] is True
+        assert {len(cell["tuning"]) for cell in saved["cells"]} == {saved["config"]["trials"]}
+        assert {len(cell["final"]) for cell in saved["cells"]} == {saved["config"]["seeds"]}
 
 
 def test_every_study_has_its_place() -> None:

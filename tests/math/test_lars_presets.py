@@ -129,7 +129,9 @@ import torch
 from bighorn import Lars
 
 model = torch.nn.Linear(4, 2)
-optimizer = Lars.like("timm", model.named_parameters(), lr=3.2, momentum=0.9, weight_decay=1e-4)
+optimizer = Lars.like(
+    "timm", model.named_parameters(), lr=3.2, momentum=0.9, weight_decay=1e-4
+)
 ```
 
 | preset | differs from the paper | options beyond the defaults |

@@ -99,6 +99,9 @@ SERVES_WRAPPERS = "reference"
 SERVES_CUT_ROWS = ("foreach", "reference")
 """The backends that serve shards of matrices that begin or end inside a row."""
 
+SERVES_RARE = ("foreach", "reference")
+"""The backends that serve options of few users (`KernelOptions.rare`); the others have no compiled kernels for them."""
+
 SERVES_STRIDED = "cpu"
 """The backend that serves parameters whose memory has gaps or an order unlike their state's; the others need copies."""
 
@@ -111,10 +114,6 @@ class Status:
     detail: str
     device: str = "cpu"
     """The type of a device on which the backend can be tried."""
-
-
-SERVES_RARE = ("foreach", "reference")
-"""The backends that serve options of few users (`KernelOptions.rare`); the others have no compiled kernels for them."""
 
 
 def status() -> dict[str, Status]:

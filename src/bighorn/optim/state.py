@@ -302,7 +302,7 @@ def init_or_validate_state(
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
     out = requantized(local, likes, what)
     lost = out.get("compensation")
-    if isinstance(lost, Tensor) and "compensation" in likes and {lost.dtype} < COMPENSATIONS:
+    if isinstance(lost, Tensor) and "compensation" in likes and lost.dtype in COMPENSATIONS:
         out["compensation"] = rounding.recoded(lost, likes["compensation"].dtype, dense.dtype)
     if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
         out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad starts with this step

@@ -96,7 +96,7 @@ cross: build/zig/installed
 	build/zig/bin/python -m tests.csrc.cross $(PLATFORMS)
 cross-wheels: build/zig/installed
 	build/zig/bin/python -m tests.csrc.cross --wheels $(PLATFORMS)
-build/zig/installed:
+build/zig/installed: Makefile # its recipe has the packages
 	$(PYTHON) -m venv build/zig
 	build/zig/bin/pip install --disable-pip-version-check --quiet cmake wheel 'ziglang>=0.14'
 	build/zig/bin/pip install --disable-pip-version-check --quiet --upgrade --target build/zig/windows \

@@ -17,11 +17,14 @@ class Capabilities:
     Attributes:
         float64: Whether float64 stays float64 there, and its norm is right. Ascend converts it to float32 with a
             warning; Arc and Apple's GPUs refuse it.
+        float64_norms: Whether a norm in float64 of narrower numbers is that of their squares in float64. torch_xla
+            squares first (2.9), in float32 or bfloat16, which overflows above 1e19 or is off by 2^-9.
         bfloat16: Whether bfloat16 is stored and converted.
         addresses: Whether tensors have an address. Those of torch_xla, and of "meta", have the address 0.
     """
 
     float64: bool
+    float64_norms: bool
     bfloat16: bool
     addresses: bool
 
@@ -34,15 +37,17 @@ def capabilities(device: torch.device) -> Capabilities:
 
     Example:
         >>> capabilities(torch.device("cpu"))
-        Capabilities(float64=True, bfloat16=True, addresses=True)
+        Capabilities(float64=True, float64_norms=True, bfloat16=True, addresses=True)
     """
     if device.type in ("cpu", "cuda"):
-        return Capabilities(float64=True, bfloat16=True, addresses=True)
+        return Capabilities(float64=True, float64_norms=True, bfloat16=True, addresses=True)
     if device.type == "meta":
-        return Capabilities(float64=True, bfloat16=True, addresses=False)
+        return Capabilities(float64=True, float64_norms=True, bfloat16=True, addresses=False)
     numbers = torch.tensor([3.0, 4.0], device=device)
+    float64 = _keeps(numbers, torch.float64, 2.0**500)  # beyond float32, which torch_xla on Neuron calls float64
     return Capabilities(
-        float64=_keeps(numbers, torch.float64, 2.0**500),  # beyond float32, which torch_xla on Neuron calls float64
+        float64=float64,
+        float64_norms=float64 and _norm_in_float64(numbers * 2.0**100) == 5 * 2.0**100,
         bfloat16=_keeps(numbers, torch.bfloat16, 1.0),
         addresses=_has_address(numbers),
     )
@@ -57,6 +62,10 @@ def _keeps(numbers: Tensor, dtype: torch.dtype, scale: float) -> bool:
             return converted.dtype == dtype and torch.linalg.vector_norm(converted).item() == 5 * scale
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def _norm_in_float64(numbers: Tensor) -> float:
+    return float(torch.linalg.vector_norm(numbers, dtype=torch.float64))
 
 
 def _has_address(tensor: Tensor) -> bool:

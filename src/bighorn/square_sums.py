@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
+from bighorn.capabilities import capabilities, wide
 
 SCALES = (2.0**40, 2.0**-64)
 """Where a device has no float64, a sum of squares is two sums in float32: those of x times each of these.
@@ -30,6 +30,8 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return no_square_sums(0, device=device)
     if wide(device) == torch.float64:
+        if not capabilities(device).float64_norms:
+            tensors = [tensor.to(torch.float64) for tensor in tensors]
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
     scaled = (torch._foreach_mul([tensor.float() for tensor in tensors], scale) for scale in SCALES)
     return torch.stack([torch.stack(torch._foreach_norm(each)) for each in scaled], dim=-1).square()

@@ -77,7 +77,7 @@ def test_a_backend_that_computes_nonsense_does_not_work(invoke: Invoke, monkeypa
 
 def test_a_device_by_name_has_a_row_of_its_own(invoke: Invoke, tmp_path: Path) -> None:
     printed = words(invoke("doctor", "--device", "cpu", "--json", str(tmp_path / "found.json")).output)
-    assert "foreach, cpu works float64: yes, bfloat16: yes, addresses: yes" in printed
+    assert "foreach, cpu works float64: yes, float64 norms: yes, bfloat16: yes, addresses: yes" in printed
     found = json.loads((tmp_path / "found.json").read_text())["devices"]["cpu"]
     assert (found["works"], found["float64"]) == (True, True)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import LossScaler, WindowScale, schedules
+from bighorn import Lamb, LossScaler, WindowScale, schedules
 from bighorn.capabilities import capabilities
 from bighorn.kernels.rounding import load_weight
 from tests.support.cases import Kind
@@ -134,6 +134,17 @@ def test_a_step_is_the_cpus_in_one_graph(kind: Kind, way: str) -> None:
     assert found[1][0] <= 1, f"{found}"
     telemetry, theirs = there.optimizer.telemetry(), here.optimizer.telemetry()
     assert telemetry.skipped == theirs.skipped == 0
+    for name in here.optimizer.algorithm.kernel_options_type.metrics:
+        mine, its = (getattr(each, name).cpu() for each in (telemetry, theirs))
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
+def test_a_clip_of_gradients_whose_squares_overflow_float32() -> None:
+    here, there = (Training(Lamb, device, torch.float32, max_grad_norm=0.1) for device in ("cpu", "xla"))
+    for training in (here, there):
+        training.set_gradients(0, factor=1e20)
+        training.optimizer.step()
+    assert_equal(there.tensors(), here.tensors())
 
 
 def test_adamw_of_torch_takes_as_many_graphs() -> None:

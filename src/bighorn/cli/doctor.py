@@ -64,7 +64,7 @@ def accelerator() -> torch.device | None:
 def device_findings(device: torch.device) -> dict[str, Any]:
     """Return what a device has, and whether plain torch steps there."""
     found = asdict(capabilities(device))
-    has = ", ".join(f"{name}: {'yes' if value else 'no'}" for name, value in found.items())
+    has = ", ".join(f"{name.replace('_', ' ')}: {'yes' if value else 'no'}" for name, value in found.items())
     range_of_sums = "" if found["float64"] else "; norms are in float32, and right between 1e-19 and 1e19"
     failure = step_failure("foreach", device)
     return {"works": not failure, "detail": failure or f"{has}{range_of_sums}", **found}

@@ -240,7 +240,7 @@ class Classification:
         return digest(self.data["train"])
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """Return a batch with its tensors replaced, within tuples, lists and mappings; other objects are kept."""
     if isinstance(batch, Tensor):
         return function(batch)

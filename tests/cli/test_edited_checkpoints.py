@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bighorn.cli.checkpoint import digest
 from bighorn_launcher.commands import bighorn
 from tests.support.command_line import Invoke
 
@@ -73,6 +74,6 @@ def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke:
     invoke("train", "--steps", 2, "--save", "run.pt")
     checkpoint = torch.load("run.pt", weights_only=True)
     checkpoint["config"]["newer"] = 1
-    torch.save(checkpoint, "run.pt")
+    torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
     output = invoke("train", "--resume", "run.pt", code=1).output
     assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output

@@ -1,10 +1,6 @@
 """The record of a run, step by step."""
 
-import typing
 from dataclasses import dataclass, field
-from typing import Any
-
-from bighorn.cli.values import matches
 
 
 @dataclass
@@ -46,23 +42,3 @@ class History:
         del self.metric_steps[kept:]
         for rows in self.metrics.values():
             del rows[kept:]
-
-
-def check_progress(state: dict[str, Any], total: int) -> None:
-    """Raise an error for a saved state whose history does not fit its step, or whose step is not one of the run.
-
-    Raises:
-        ValueError: The state is damaged.
-    """
-    step, history = state["step"], vars(History(**state["history"]))
-    if not matches(step, int) or not 0 <= step <= total:
-        raise ValueError(f"it is after step {step!r:.20} of {total}")
-    if not isinstance(state["generators"], list) or not all(isinstance(one, dict) for one in state["generators"]):
-        raise ValueError("its state of generators is damaged")
-    hints = typing.get_type_hints(History)
-    wrong = [name for name in hints if not matches(history[name], hints[name])]
-    wrong += [name for name in ("loss", "lr") if name not in wrong and len(history[name]) != step]
-    if not wrong and any(len(values) != step for values in history["batch_metrics"].values()):
-        wrong = ["batch_metrics"]
-    if wrong:
-        raise ValueError(f"its history of {wrong[0]} is damaged")

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.history import History, check_progress
+from bighorn.cli.history import History
 from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.cli.ranks import ALONE, Ranks
 from bighorn.cli.tasks import fingerprint
@@ -220,13 +220,9 @@ class Run:
         """Continue from the value of :meth:`state_dict`.
 
         With another number of processes, or on another type of device, dropout draws other random numbers.
-
-        Raises:
-            ValueError: The history is not that of this number of steps of this run.
         """
         self.model.load_state_dict(state["model"])
         self._train_step.load_state_dict(state["optimizer"])
-        check_progress(state, self.total)
         self._train_step.scaler.load_state_dict(state["scaler"])
         self.step = state["step"]
         self._history = History(**state["history"])

@@ -4,8 +4,6 @@ import ast
 import difflib
 import math
 import re
-import types
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -26,36 +24,12 @@ COMMAND_ARGUMENTS = (
 """Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
 
 
-def matches(value: object, hint: Any) -> bool:
-    """Whether a value read from a file has the type of a field.
-
-    Example:
-        >>> matches([(1, 0.5)], list[tuple[int, float]]), matches("1", int | None)
-        (True, False)
-    """
-    kind, parts = typing.get_origin(hint), typing.get_args(hint)
-    if kind in {types.UnionType, typing.Union}:
-        return any(matches(value, part) for part in parts)
-    if kind is dict:
-        return isinstance(value, dict) and all(
-            matches(key, parts[0]) and matches(inner, parts[1]) for key, inner in value.items()
-        )
-    if kind is list or (kind is tuple and parts[1:] == (...,)):
-        return isinstance(value, kind) and all(matches(inner, parts[0]) for inner in value)
-    if kind is tuple:
-        return isinstance(value, tuple) and len(value) == len(parts) and all(map(matches, value, parts))
-    if hint in {int, float}:
-        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-        return whole or (hint is float and isinstance(value, float))
-    return isinstance(value, hint)
-
-
-def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> int:
+def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> float:
     """Return the number that a text like ``1.5 h`` names in one of some units."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)
     if found is None or not float(found[1]) or found[2] not in units:
         raise InputError(f"{flag} {text!r} is not {like}.")
-    return int(float(found[1]) * units[found[2]])
+    return float(found[1]) * units[found[2]]
 
 
 SIZES = {f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("MGT", 2) for i in ("", "i")}

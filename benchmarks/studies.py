@@ -104,7 +104,8 @@ def _seen(cells: list[Cell]) -> str:
 
 def command(saved: dict[str, Any]) -> str:
     """The command of today that asks the same: those of the files have grids of rates, and some name a study."""
-    return re.sub(r" --(lrs|tuning-seeds) \S+", "", _written(saved))
+    asked = re.sub(r" --(lrs|tuning-seeds) \S+", "", _written(saved))
+    return asked.replace("--task mnist-rows", "--task benchmarks/mnist_rows.py:MnistRows")
 
 
 def _written(saved: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     "--shapes": ("tiny", "x", "tiny,tiny", "", "resnet"),
     "--steps": ("1", "2", "0", "-1", "nan", "x"),
     "--table": ("x", ""),
-    "--task": ("digits", "mnist", "mnist-rows", "x", ""),
+    "--task": ("digits", "mnist", "x", ""),
     "--threads": ("1", "2", "0", "-1", "1025", "x"),
     "--tuning-seeds": ("1", "0", "-1", "x"),
 }

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import pytest
@@ -152,8 +154,62 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
     longer = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=8, budget="1h")
     longer.work()
     assert longer.trials == 8
+    assert small(tmp_path / "u", trials=None, budget="0.5s").plan.budget == 0.5
     several = prepare(CompareConfig(optimizers="lamb", budget="1h", batch_sizes="256"), Digits(), tmp_path / "t", 3)
     assert several.trials == 3, "one for each process"
+
+
+def test_trials_are_judged_by_the_first_ones_whatever_ends_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's value does not change from its first step on: ten looks, of which the fifth follows a warm-up of 40%."""
+    others: list[Search] = []
+
+    def enough() -> None:
+        if len(made) == 11:
+            raise StopIteration
+
+    def fake(config: RunConfig, *arguments: Any) -> Trial:
+        pruner = arguments[-1]
+        if len(made) == 4 and others:
+            with suppress(StopIteration):
+                others.pop().work(done=enough)  # another process ends all other trials before this one
+        value, curve, stopped = 1 / (1 + abs(math.log(config.lr or 1.0) + 2)), [], False
+        for step in range(1, 11):
+            curve.append((step, value))
+            if pruner is not None and pruner(step, value) and step < 10:
+                stopped = True
+                break
+        made.append(config)
+        return dataclasses.replace(trial(config.lr or 0.0, config.seed, value), curve=tuple(curve), pruned=stopped)
+
+    monkeypatch.setattr(search, "make", fake)
+    found: list[list[tuple[RunConfig, float, int]]] = []
+    for name in ("alone", "shared"):
+        made: list[RunConfig] = []
+        here = small(tmp_path / name, trials=12, prune=True)
+        assert here.total == 15
+        others[:] = [small(tmp_path / name, trials=12, prune=True)] if name == "shared" else []
+        here.work()
+        runs = here.tuning(0)
+        worst, other, *_ = sorted(each.value for each in runs[:4])
+        for index, each in enumerate(runs):
+            stopped = index >= 4 and each.value < worst + 0.75 * (other - worst)
+            assert (each.pruned, len(each.curve)) == (stopped, 5 if stopped else 10), index
+        found.append([(each.config, each.value, len(each.curve)) for _, each in here.finished()])
+        assert 0 < sum(each.pruned for each in runs) < 8
+        states = Counter(each.state.name for each in here._tuning[0].study.trials)
+        assert states["PRUNED"] == sum(each.pruned for each in runs)
+        [cell] = here.cells()
+        assert cell.trials[0].value == max(each.value for each in runs)
+        assert len(cell.tuned) == 12 - states["PRUNED"]
+    assert found[0] == found[1]
+    assert len(small(tmp_path / "shared", trials=12, prune=True).finished()) == 15
+    assert small(tmp_path / "shared", trials=12).finished() == [], "whole trials are other runs"
+    config = RunConfig(epochs=1, batch_size=256, threads=1).resolved(Digits())
+    short = make(config, held_out(Digits()), "validation", pruner=lambda step, _: step >= 2)
+    assert (short.pruned, [step for step, _ in short.curve]) == (True, [1, 2])
+    assert best_of([short, trial(0.1, 0, 0.0)], higher=True).config.lr == 0.1
 
 
 def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,6 +567,8 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
         (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
         (["--trials", "0"], "--trials=0"),
         (["--budget", "2"], "--budget '2' is not a time like 2h, 90min or 1.5d."),
+        (["--budget", "0.0s"], "--budget '0.0s' is not a time like 2h"),
+        (["--budget", "0.5h", "--prune"], "--budget counts trials of full length, and --prune stops some"),
         (["--batch-sizes", "1.5"], "is not a list of numbers"),
         (["--batch-sizes", "32,32"], "each once"),
         (["--batch-sizes", "32,1400"], "--batch-size 1400 is more than the 1151 training samples"),
@@ -519,7 +577,6 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
         (["--target", "nan"], "--target=nan is out of range: it must be a finite number"),
         (["--epochs", "-1"], "--epochs=-1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),
-        (["--task", "mnist-rows"], "--task mnist-rows needs --data DIR"),
     ],
 )
 def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:

@@ -24,7 +24,7 @@ from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn.cli.ranks import world_size
 from bighorn.cli.run import Run
-from bighorn.cli.search import Plan, Search
+from bighorn.cli.search import FULL, Plan, Search
 from bighorn.cli.space import Entry, read_spaces, spans
 from bighorn.cli.tasks import TASKS, TaskName, fingerprint, load
 from bighorn.cli.tasks.trial import Trial
@@ -68,6 +68,13 @@ class CompareConfig(Options):
         shown="none",
         check=seconds_in,
     )
+    prune: bool = option(
+        False,
+        "Stop a trial at a tenth of its run, after the longest warm-up, in the worst quarter of what the first "
+        f"{FULL} of its optimizer and batch size had then; these run in full. It counts as a trial, and is never the "
+        "best. Any number of processes stops the same ones. Not with --budget.",
+        shown="off",
+    )
     space: tuple[str, ...] = option(
         (),
         "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
@@ -84,6 +91,11 @@ class CompareConfig(Options):
         None, "Runs at a time, each on one thread.", shown="one per processor, or per GPU", check=COUNT
     )
     device: str = option("cpu", "Device of torch for the runs.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune and self.budget is not None:
+            raise InputError("--budget counts trials of full length, and --prune stops some: give one of them.")
 
     def entries(self, task: Task) -> list[Entry]:
         """The cells to fill, with resolved options."""
@@ -182,12 +194,14 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -
     code = task.code() if isinstance(task, UserTask) else ""
     budget = None if config.budget is None else seconds_in("--budget", config.budget)
     trials = config.trials or (TRIALS if budget is None else MOST_TRIALS)
-    return Search(Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes), task)
+    plan = Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes, config.prune)
+    return Search(plan, task)
 
 
 def _run(search: Search, config: CompareConfig, processes: int, console: Console, log: str | None) -> None:
     """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
     plan, metric = search.plan, search.task.metric
+    starting = time.process_time() if processes > 1 else 0.0  # each process imports and loads what this one has
     base = plan.entries[0].base
     length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
     known, total = len(search.finished()), search.total
@@ -202,7 +216,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         for run in (Run(entry.base, search.task) for entry in plan.entries)
     )
     if plan.budget is None:
-        console.print(f"This takes {duration(seconds * (total - known) / total / processes)}{busy()}.")
+        console.print(f"This takes {duration(starting + seconds * (total - known) / total / processes)}{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}
@@ -225,7 +239,8 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                     left = max(spent / (len(shown) - known) * (total - len(shown)), (plan.budget or 0) - spent)
                     console.print(
                         f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
-                        f"{kind}: {metric} {metric_text(metric, trial.value)}; {duration(left)} left"
+                        f"{kind}: {metric} {metric_text(metric, trial.value)}{', stopped' * trial.pruned}; "
+                        f"{duration(left)} left"
                     )
 
         fill(search, processes, look)

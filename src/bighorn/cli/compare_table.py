@@ -45,6 +45,7 @@ def _run_as_json(cell: Cell, trial: Trial) -> dict[str, Any]:
         "loss": _finite(trial.loss),
         "steps_to_target": trial.steps_to_target,
         "seconds": round(trial.seconds, 3),
+        **({"pruned": True} if trial.pruned else {}),
     }
 
 

@@ -35,8 +35,8 @@ DECAYS: dict[str, Callable[[float, int], Schedule]] = {
 
 TASK_HELP = "What to train on: a built-in task, or a bighorn.tasks.Task of yours in a file or module."
 DATA_HELP = (
-    "Data for the task: a text FILE for text, a DIR with the idx files for mnist and mnist-rows; NAME of a file or "
-    "module is called with it."
+    "Data for the task: a text FILE for text, a DIR with the idx files for mnist; NAME of a file or module is called "
+    "with it."
 )
 
 

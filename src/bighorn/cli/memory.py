@@ -1,5 +1,6 @@
 """``bighorn memory``: the size of the optimizer state, before anything is allocated."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -287,7 +288,7 @@ def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
     return said
 
 
-def verdict(totals: Mapping[str, Total], limit: int, memory: str, precision: str) -> str:
+def verdict(totals: Mapping[str, Total], limit: float, memory: str, precision: str) -> str:
     """Return which optimizers fit in a memory of ``limit`` bytes, before activations, or what would make one fit."""
     answers: dict[str, list[str]] = {"yes": [], "with released gradients": [], "no": []}
     for name, total in totals.items():
@@ -297,7 +298,7 @@ def verdict(totals: Mapping[str, Total], limit: int, memory: str, precision: str
     said = "; ".join(f"{answer}: {', '.join(mine)}" for answer, mine in answers.items() if mine)
     if len(answers["no"]) == len(totals):
         name, least = min(totals.items(), key=lambda pair: pair[1].all)
-        gpus = -(-least.all // limit)
+        gpus = math.ceil(least.all / limit)
         said += f". The least is {name}, {quantity(least.all)}B: sharded (FSDP2), {gpus} such GPUs hold it"
         freed = {name: total.released for name, total in totals.items() if total.released is not None}
         if freed:

@@ -24,6 +24,8 @@ Optuna has such heartbeats for databases alone. SQLite's locks do not hold on ev
 PROCESSES = Path("/proc")
 """On Linux, a folder with one entry for each process of the machine."""
 
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+
 
 class Queue:
     """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
@@ -54,12 +56,12 @@ class Queue:
 
     def _is_taken(self, index: int, number: int) -> bool:
         """Whether a run is done, or another trial than this one is making it."""
-        others = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.RUNNING))
+        others = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
         return any(trial.user_attrs.get("run") == index and trial.number != number for trial in others)
 
     def _done(self) -> dict[int, FrozenTrial]:
         """Return the finished trials, by the number of the run; each counts once."""
-        done = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        done = self.study.get_trials(deepcopy=False, states=DONE)
         found = {trial.user_attrs["run"]: trial for trial in reversed(done)}
         return {index: found[index] for index in sorted(found) if index < self.count}
 

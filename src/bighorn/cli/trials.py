@@ -16,6 +16,9 @@ from bighorn.tasks import Task, defaults
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
 
+LOOKS = 10
+"""Evaluations of a trial that may be stopped."""
+
 EDGE = 0.05
 """The share of a range, in the logarithm, next to its ends."""
 
@@ -34,6 +37,7 @@ class Trial:
         seconds: Time in training steps.
         state_bytes: Bytes of the optimizer's state.
         curve: Each evaluation's step and value of the metric.
+        pruned: Whether the run was stopped because it fell behind others; ``value`` is its last one then.
     """
 
     config: RunConfig
@@ -44,6 +48,7 @@ class Trial:
     seconds: float
     state_bytes: int
     curve: tuple[tuple[int, float], ...]
+    pruned: bool = False
 
     def result(self) -> dict[str, Any]:
         """Return all but the configuration, for JSON."""
@@ -131,20 +136,27 @@ def held_out(task: Task) -> Task:
 
 
 def make(
-    config: RunConfig, task: Task, split: str, target: float | None = None, stepped: Callable[[], object] = lambda: None
+    config: RunConfig,
+    task: Task,
+    split: str,
+    target: float | None = None,
+    stepped: Callable[[], object] = lambda: None,
+    pruner: Callable[[int, float], bool] | None = None,
 ) -> Trial:
-    """Make one run in this process; ``stepped`` is called after each step."""
-    run = Run(config, task, evaluations=1 if split == "validation" else EVALUATIONS, split=split)
+    """Make one run in this process; ``stepped`` is called after each step, and ``pruner`` with each evaluation."""
+    evaluations = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
+    run = Run(config, task, evaluations=evaluations, split=split)
     sign = 1 if defaults(task).higher_is_better else -1
-    steps_to_target = None
+    steps_to_target, pruned = None, False
     try:
-        while not run.done:
+        while not (run.done or pruned):
             run.train_step()
             stepped()
             if run.evaluation_due:
                 value = run.evaluate()[task.metric]
                 if target is not None and steps_to_target is None and sign * value >= sign * target:
                     steps_to_target = run.step
+                pruned = pruner is not None and pruner(run.step, value) and not run.done
         found = run.history.tests[-1][1]
         value, loss = found[task.metric], found.get("loss", math.nan)
     except DivergedError:
@@ -153,14 +165,14 @@ def make(
         value = worst(task)
     curve = tuple((step, found[task.metric]) for step, found in run.history.tests)
     return Trial(
-        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
+        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve, pruned
     )
 
 
 def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
-    """Return the trial of the best value; of equal ones that of the lowest loss, then the first."""
-    sign = -1 if higher else 1
-    return min(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+    """Return the trial of the best value that ran in full; of equal ones that of the lowest loss, then the first."""
+    sign, whole = -1 if higher else 1, [trial for trial in trials if not trial.pruned]
+    return min(whole, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
 
 
 def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:

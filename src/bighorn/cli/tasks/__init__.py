@@ -10,7 +10,6 @@ from torch import nn
 from bighorn.cli.errors import InputError
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.tasks.mnist import Mnist
-from bighorn.cli.tasks.mnist_rows import MnistRows
 from bighorn.cli.tasks.text import Text
 from bighorn.cli.tasks.user import UserTask, imported, user_call
 from bighorn.tasks import Task, digest, epoch_seed, tensors_in
@@ -21,7 +20,6 @@ TASKS: Mapping[str, Callable[[str | None], Task]] = {
     "digits": Digits,
     "text": Text,
     "mnist": Mnist,
-    "mnist-rows": MnistRows,
 }
 """The built-in tasks, each made from ``--data``, or from None for the data that it comes with."""
 

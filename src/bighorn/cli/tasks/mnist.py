@@ -19,7 +19,6 @@ FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3
 class Mnist(Classification):
     """60,000 images of 28 x 28 pixels and 10,000 for the test, or any set in the same format and size of image."""
 
-    name = "mnist"
     batch_size = 256
     epochs = 3.0
     batch_sizes: tuple[int, ...] = (256, 1024, 4096)
@@ -29,10 +28,10 @@ class Mnist(Classification):
     def __init__(self, data: str | None = None) -> None:
         wanted = f"a folder with {', '.join(FILES)} (as they are or with .gz)"
         if data is None:
-            raise InputError(f"--task {self.name} needs --data DIR: {wanted}.")
+            raise InputError(f"--task mnist needs --data DIR: {wanted}.")
         folder = Path(data)
         if not folder.is_dir():
-            raise InputError(f"--data {data} is not a folder; --task {self.name} needs {wanted}.")
+            raise InputError(f"--data {data} is not a folder; --task mnist needs {wanted}.")
         paths = [_find(folder, name) for name in FILES]
         missing = [name for name, path in zip(FILES, paths, strict=True) if path is None]
         if missing:

@@ -1,4 +1,9 @@
-"""MNIST read row by row by a recurrent network: large batches with few layers, each of which is used many times."""
+"""MNIST read row by row by a recurrent network: large batches with few layers, each of which is used many times.
+
+    bighorn compare --task benchmarks/mnist_rows.py:MnistRows --data DIR
+
+DIR holds MNIST's four idx files.
+"""
 
 from torch import Tensor, nn
 
@@ -8,7 +13,6 @@ from bighorn.cli.tasks.mnist import Mnist
 class MnistRows(Mnist):
     """The images at half their size, 14 rows of 14 pixels."""
 
-    name = "mnist-rows"
     batch_sizes: tuple[int, ...] = (256, 4096, 16384)
     one_thread = False
     target = 0.95

@@ -67,7 +67,6 @@ VALUES: Mapping[str, Sequence[str]] = {
     ),
     "--optimizers": ("lamb", "lamb,adamw", "adamw", "lamb,lamb", "x", ","),
     "--processes": ("1", "0", "-1", "x"),
-    "--rows": ("0", "1", "-1", "1000000", "x"),
     "--seconds": ("0", "-1", "nan", "inf", "x"),
     "--seed": ("0", "7", "-1", "18446744073709551616", "x"),
     "--seeds": ("1", "0", "-1", "x"),

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from bighorn import Came, Lamb, Lars
 from bighorn.cli.config import PRECISIONS, RunConfig
-from bighorn.cli.footprint import FOOTPRINTS, Named, kinds
-from bighorn.cli.memory import MemoryConfig, Total, layer_rows, total_of
-from bighorn.cli.models import Weights
+from bighorn.cli.footprint import FOOTPRINTS, Named, Total, Weights, kinds, total_of
+from bighorn.cli.memory import MemoryConfig, layer_rows
 from bighorn.cli.optimizers import CONTESTANTS, state_bytes
 from bighorn.cli.run import Run
 from bighorn.cli.shapes import SHAPES, llama
@@ -242,7 +241,6 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--optimizers", "came,lam"], "--optimizers: no 'lam' here; did you mean lamb?"),
         (["--task", "text", "--shapes", "one"], "--task and --shapes each say what to predict for"),
         (["--shapes", "one", "--data", "x"], "--data x is for a task, but --shapes is given"),
-        (["--rows", "0"], "--rows=0 is out of range: it must be an integer, at least 1"),
         (["--optimizer-option", "factr=1"], "no optimizer here has it: did you mean factor?"),
         (["--optimizer-option", "factor=rows"], "--optimizer-option: factor='rows' is not known"),
         (["--optimizer-option", "weight_rounding=kahan"], "give --weight-rounding kahan."),
@@ -262,10 +260,10 @@ def test_whether_it_fits(invoke: Invoke) -> None:
     """400 trainable weights, 72 frozen ones; AdamW keeps 2 numbers and a step, in 4 bytes each."""
     parts = {"weights": 4 * (400 + 72), "gradients": 4 * 400, "state": 8 * 400 + 4}
     assert total_of("adamw", Weights([("w", torch.empty(50, 8, device="meta"))], 4 * 72), parts["state"]) == Total(
-        parts["state"], parts["weights"], parts["gradients"], parts["state"] / 400, sum(parts.values()), None
+        parts["state"], sum(parts.values()), None
     )
     two = [("a", torch.empty(30, device="meta")), ("b", torch.empty(70, device="meta"))]
-    assert total_of("came", Weights(two), 500) == Total(500, 400, 400, 5.0, 400 + 400 + 500, 400 + 280 + 500)
+    assert total_of("came", Weights(two), 500) == Total(500, 400 + 400 + 500, 400 + 280 + 500)
 
     def said(memory: str, *options: str) -> str:
         output = invoke("memory", "--shapes", "llama_7b", "--gpu-memory", memory, *options).output
@@ -347,4 +345,4 @@ def test_options_go_to_the_optimizers_that_have_them(invoke: Invoke) -> None:
 
 def test_only_digits_needs_no_word(invoke: Invoke) -> None:
     assert MemoryConfig().weights()[0] == "digits"
-    assert "hidden2.weight" in invoke("memory", "--rows", 1).output
+    assert "hidden2.weight" in invoke("memory").output

@@ -14,8 +14,7 @@ from torch import nn
 from bighorn import Lamb, offload
 from bighorn.cli import train_step
 from bighorn.cli.config import ParallelConfig
-from bighorn.cli.models import Weights
-from bighorn.cli.offloaded import offload_bytes
+from bighorn.cli.footprint import Weights, offload_bytes
 from bighorn.offloading import OffloadedOptimizer
 from tests.support.cases import needs_grad_dtype
 from tests.support.command_line import Invoke

@@ -1,4 +1,4 @@
-"""The size of the optimizer state of each parameter, in bytes, from shapes alone."""
+"""The size of the optimizer state of each parameter, and with it of weights and gradients, from shapes alone."""
 
 import inspect
 import math
@@ -15,6 +15,43 @@ from bighorn.cli.optimizers import KINDS
 
 Named = Sequence[tuple[str, Tensor]]
 """Parameters with their names, possibly on the meta device."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model.
+
+    Attributes:
+        trainable: The trainable parameters, on the meta device; others have no gradients, and so no state.
+        frozen_bytes: The bytes of all other parameters.
+    """
+
+    trainable: Named
+    frozen_bytes: int = 0
+
+    @property
+    def elements(self) -> int:
+        """The number of trainable parameters."""
+        return sum(param.numel() for _, param in self.trainable)
+
+    @property
+    def gradients(self) -> int:
+        """The bytes of all gradients, which are those of the trainable parameters."""
+        return sum(param.nbytes for _, param in self.trainable)
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest gradient."""
+        return max(param.nbytes for _, param in self.trainable)
+
+    @property
+    def held(self) -> int:
+        """The bytes of all weights."""
+        return self.frozen_bytes + self.gradients
+
+
+BUCKET_BYTES = 10_000_000
+"""The default of the argument ``bucket_mb`` of ``bighorn.offload``."""
 
 STEP_BYTES = 4
 """The bytes of a step count, which is a float32 if that is the default dtype."""
@@ -74,6 +111,62 @@ OURS = {
     if name.startswith(kind.__name__.lower())
 }
 """The options of Bighorn's optimizers."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """The bytes of an optimizer's state, and with it those of weights and gradients.
+
+    Attributes:
+        state: The state.
+        all: The state, all weights and all gradients.
+        released: The state, all weights, and the largest gradient; None for an optimizer of torch, which does not step
+            inside backward.
+    """
+
+    state: int
+    all: int
+    released: int | None
+
+
+def total_of(name: str, weights: Weights, state: int) -> Total:
+    """Return the totals of an optimizer, for its size of state."""
+    released = weights.held + state + weights.largest if name in OURS else None
+    return Total(state, weights.held + weights.gradients + state, released)
+
+
+def as_masters(params: Named) -> Named:
+    """Return parameters as ``masters=True`` lets the optimizer step them: those of 16 bits in float32."""
+    return [(name, param.float() if param.element_size() < 4 else param) for name, param in params]
+
+
+def offload_bytes(name: str, weights: Weights, state: int, of_masters: int) -> dict[str, int | None]:
+    """Return the bytes on device and host in a training whose optimizer is offloaded.
+
+    The device has all weights, and the most gradients that are there at a time. The host has the trained weights, all
+    gradients and the state.
+
+    Args:
+        name: The optimizer.
+        weights: The weights of the model.
+        state: The bytes of its state.
+        of_masters: The bytes of its state for float32 masters.
+
+    Returns:
+        The bytes of ``device``, ``host`` and ``host_with_masters``, that is with ``masters=True``; the last is None if
+        no weights are of 16 bits.
+    """
+    total = weights.gradients
+    # A bucket is sent with the gradient that fills it.
+    on_device = min(total, 2 * (BUCKET_BYTES + weights.largest))
+    masters = sum(param.numel() * 4 for _, param in weights.trainable if param.element_size() < 4)
+    # Optimizers of torch want gradients of their parameter's dtype.
+    on_host = total if name in OURS else sum(param.nbytes for _, param in as_masters(weights.trainable))
+    return {
+        "device": weights.held + on_device,
+        "host": 2 * total + state,
+        "host_with_masters": total + on_host + masters + of_masters if masters else None,
+    }
 
 
 @dataclass(frozen=True)

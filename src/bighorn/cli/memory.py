@@ -11,15 +11,13 @@ import click
 from rich import box
 from rich.table import Table
 
-from bighorn.cli import files, models
+from bighorn.cli import files, footprint, models
 from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import quantity, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, kinds, predicted
-from bighorn.cli.models import Weights
-from bighorn.cli.offloaded import OFFLOAD_HEAD, as_masters, offload_bytes, offload_rows
-from bighorn.cli.options import COUNT, FILE, Command, Options, command_line, config_options, flag_of, option
+from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Total, Weights, predicted, total_of
+from bighorn.cli.options import FILE, Command, Options, command_line, config_options, flag_of, option
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import TaskName
 from bighorn.cli.values import bytes_in, check_name, names, read_options, suggestion
@@ -28,8 +26,8 @@ from bighorn.kernels.rounding import ROUNDING_MODES
 SOURCES = ("task", "shapes", "model", "hf_config")
 SHOWN = tuple(name for name in FOOTPRINTS if name not in ("came-fp16", "lars", "lars-int8"))
 """The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``, and ``lars`` that of ``sgd``."""
-MOST_PARTS = 5
-"""The number of kinds of layers with a colour of their own in the report's bars."""
+LISTED, MOST_PARTS = 10, 5
+"""The kinds of layers that the terminal lists, and those with a colour of their own in the report's bars."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ class MemoryConfig(Options):
     offload: bool = option(
         False, "Also show the memory of device and host with bighorn.offload, before activations.", shown="off"
     )
-    rows: int = option(10, "Kinds of layers to list, the largest first.", check=COUNT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,11 +131,11 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     try:
         sizes = {name: predicted(name, params, own) for name in wanted}
         nearest = {**own, "weight_rounding": "nearest"}
-        of_masters = {name: sum(predicted(name, as_masters(params), nearest).values()) for name in wanted}
+        of_masters = {name: sum(predicted(name, footprint.as_masters(params), nearest).values()) for name in wanted}
     except (TypeError, ValueError) as error:
         raise InputError(f"--optimizer-option: {error}") from error
-    layers = kinds(params, sizes)
-    elements = sum(param.numel() for _, param in params)
+    layers = footprint.kinds(params, sizes)
+    elements = weights.elements
     totals = {name: total_of(name, weights, sum(mine.values())) for name, mine in sizes.items()}
     limit = None if config.gpu_memory is None else bytes_in("--gpu-memory", config.gpu_memory)
 
@@ -148,13 +145,17 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     answers = summary(weights, totals)
     for line in answers:
         console.print(line)
-    offloaded = {name: offload_bytes(name, weights, totals[name].state, of_masters[name]) for name in wanted}
+    offloaded = {name: footprint.offload_bytes(name, weights, totals[name].state, of_masters[name]) for name in wanted}
     if limit is not None:
         console.print(verdict(totals, limit, f"{config.gpu_memory}", config.precision))
-    console.print(_table(TOTAL_HEAD, total_rows(totals)))
+    console.print(_table(TOTAL_HEAD, total_rows(totals, elements)))
     if config.offload:
-        console.print(_table(OFFLOAD_HEAD, offload_rows(offloaded)))
-    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, config.rows)))
+        sizes_of = (
+            (name, *("-" if size is None else f"{quantity(size)}B" for size in of.values()))
+            for name, of in offloaded.items()
+        )
+        console.print(_table(OFFLOAD_HEAD, [*sizes_of]))
+    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, LISTED)))
 
     def page() -> str:
         from bighorn.cli.reports import Section, plots, render
@@ -170,7 +171,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             "bighorn.release_gradients. Activations are not counted.",
             {f"weights, gradients and state with {name}": size for name, size in shown.items()},
             [
-                Section("Totals", head=TOTAL_HEAD, rows=total_rows(totals)),
+                Section("Totals", head=TOTAL_HEAD, rows=total_rows(totals, elements)),
                 Section(
                     "State by optimizer",
                     "Bytes for each parameter of the model, by the layers that they belong to.",
@@ -201,6 +202,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
 
 
 LAYER_HEAD = ("bytes of",)
+OFFLOAD_HEAD = ("with bighorn.offload", "device", "host", "with masters")
 TOTAL_HEAD = ("optimizer", "state", "per parameter", "in all", "of adamw's", "released")
 
 
@@ -219,45 +221,14 @@ def layer_rows(layers: Sequence[Kind], most: int) -> list[tuple[str, ...]]:
     return [(label, *map(quantity, sizes)) for label, sizes in parts_of(layers, most)]
 
 
-@dataclass(frozen=True)
-class Total:
-    """The bytes of an optimizer's state, and with it those of weights and gradients.
-
-    Attributes:
-        state: The state.
-        weights: All weights.
-        gradients: All gradients.
-        per_parameter: The state by the number of trainable parameters.
-        all: The state, all weights and all gradients.
-        released: The state, all weights, and the largest gradient; None for an optimizer of torch, which does not step
-            inside backward.
-    """
-
-    state: int
-    weights: int
-    gradients: int
-    per_parameter: float
-    all: int
-    released: int | None
-
-
-def total_of(name: str, weights: Weights, state: int) -> Total:
-    """Return the totals of an optimizer, for its size of state."""
-    gradients = [param.nbytes for _, param in weights.trainable]
-    held = weights.frozen_bytes + sum(gradients)
-    elements = sum(param.numel() for _, param in weights.trainable)
-    released = held + state + max(gradients) if name in OURS else None
-    return Total(state, held, sum(gradients), state / elements, held + sum(gradients) + state, released)
-
-
-def total_rows(totals: Mapping[str, Total]) -> list[tuple[str, ...]]:
+def total_rows(totals: Mapping[str, Total], elements: int) -> list[tuple[str, ...]]:
     """Return the totals of each optimizer as text."""
     adamw = totals.get("adamw")
     return [
         (
             name,
             f"{quantity(total.state)}B",
-            f"{total.per_parameter:.3f}",
+            f"{total.state / elements:.3f}",
             f"{quantity(total.all)}B",
             "-" if adamw is None else f"{total.all / adamw.all:.0%}",
             "-" if total.released is None else f"{quantity(total.released)}B",
@@ -275,15 +246,14 @@ def compared(totals: Mapping[str, Total]) -> list[str]:
 
 def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
     """Return the sums in words: those of AdamW, and of the one of Bighorn's optimizers that needs the least."""
-    held = next(iter(totals.values()))
     frozen = f" ({quantity(weights.frozen_bytes)}B of them frozen)" if weights.frozen_bytes else ""
-    said = [f"{quantity(held.weights)}B of weights{frozen}, {quantity(held.gradients)}B of gradients"]
+    said = [f"{quantity(weights.held)}B of weights{frozen}, {quantity(weights.gradients)}B of gradients"]
     for name in compared(totals):
         total = totals[name]
         released = "" if total.released is None else f", {quantity(total.released)}B with released gradients"
         said.append(f"with {name}: {quantity(total.state)}B of state, {quantity(total.all)}B in all{released}")
         if name == "adamw" and all(param.element_size() == 2 for _, param in weights.trainable):
-            in_fp32 = weights.frozen_bytes + 16 * sum(param.numel() for _, param in weights.trainable)
+            in_fp32 = weights.frozen_bytes + 16 * weights.elements
             said.append(f"with adamw in fp32, as under autocast: {quantity(in_fp32)}B in all")
     return said
 

@@ -1,31 +1,17 @@
 """The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from bighorn.cli.errors import InputError
-from bighorn.cli.footprint import Named
+from bighorn.cli.footprint import Weights
 from bighorn.cli.shapes import SHAPES
 from bighorn.cli.tasks import PLACES, model_of
 from bighorn.cli.tasks.user import imported, user_call
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a model.
-
-    Attributes:
-        trainable: The trainable parameters, on the meta device; others have no gradients, and so no state.
-        frozen_bytes: The bytes of all other parameters.
-    """
-
-    trainable: Named
-    frozen_bytes: int = 0
 
 
 def of_shapes(name: str, dtype: torch.dtype) -> Weights:
@@ -81,18 +67,10 @@ def _checked(flag: str, place: str, made: object, dtype: torch.dtype) -> Weights
     for name, param in made.named_parameters():
         if isinstance(param, UninitializedParameter):
             raise InputError(f"{flag} {place}: {name} has no shape before the first batch. Give it its sizes.")
-    weights = _weights(made, dtype)
-    if not weights.trainable:
+    params = list(made.named_parameters())
+    trainable = [
+        (name, torch.empty_like(param, dtype=dtype, device="meta")) for name, param in params if param.requires_grad
+    ]
+    if not trainable:
         raise InputError(f"{flag} {place} has no trainable parameters.")
-    return weights
-
-
-def _weights(model: nn.Module, dtype: torch.dtype) -> Weights:
-    trainable: list[tuple[str, Tensor]] = []
-    frozen = 0
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            trainable.append((name, torch.empty_like(param, dtype=dtype, device="meta")))
-        else:
-            frozen += dtype.itemsize * param.numel()
-    return Weights(trainable, frozen)
+    return Weights(trainable, sum(dtype.itemsize * param.numel() for _, param in params if not param.requires_grad))

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 import traffic
 from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
+from bighorn import Came, Lamb
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import MORE_SETS
 from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported
+from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported, ours
 from cliffs import CLIFFS
 
 
@@ -87,6 +88,14 @@ def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
 
 
 OWN_PEERS = {
+    "lamb-cautious": Peer("Lamb, cautious", ours(Lamb, cautious=True), "bighorn"),
+    "lamb-fp32": Peer("Lamb, fp32 states", ours(Lamb, state_dtype=None), "bighorn"),
+    "lamb-fp16": Peer("Lamb, fp16 states", ours(Lamb, state_dtype=torch.float16), "bighorn"),
+    **{
+        f"{name}-{way}": Peer(f"{kind.__name__}, {way}", ours(kind, weight_rounding=way), "bighorn")
+        for name, kind in (("lamb", Lamb), ("came", Came))
+        for way in ("stochastic", "kahan", "master")
+    },
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled loop", _compiled, "torch"),
     "bitsandbytes-adamw8bit": Peer(

@@ -11,7 +11,6 @@ from bighorn.cli.reports.plots import Panels
 from bighorn.cli.reports.style import (
     GRID,
     INK,
-    LIGHT,
     SERIES,
     STYLE,
     VARIABLES,
@@ -20,6 +19,13 @@ from bighorn.cli.reports.style import (
     to_svg,
 )
 
+LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
+    zip(
+        SERIES,
+        ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280", "#a37b00", "#0b8fa8"),
+        strict=True,
+    )
+)
 DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
     zip(
         SERIES,
@@ -27,6 +33,7 @@ DARK = {INK: "#a9adb7", GRID: "#363a43"} | dict(
         strict=True,
     )
 )
+"""The colours of a page with a report, light and dark."""
 
 
 def side_by_side(panels: Panels, xlabel: str) -> str:

@@ -70,9 +70,9 @@ class CompareConfig(Options):
     )
     prune: bool = option(
         False,
-        "Stop a trial at a tenth of its run, after the longest warm-up, in the worst quarter of what the first "
-        f"{FULL} of its optimizer and batch size had then; these run in full. It counts as a trial, and is never the "
-        "best. Any number of processes stops the same ones. Not with --budget.",
+        "Look at trials at each quarter of their steps after the longest warm-up, and stop one in the worst quarter of "
+        f"what the first {FULL} of its optimizer and batch size had then; these run in full. A stopped trial counts, "
+        "and is never the best. Any number of processes stops the same ones. Not with --budget.",
         shown="off",
     )
     space: tuple[str, ...] = option(

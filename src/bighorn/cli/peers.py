@@ -70,7 +70,9 @@ class BenchTable:
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
-def _ours(algorithm: type[Lamb | Came | Lars], backend: str = "auto", **options: Any) -> Callable[[], Build]:
+def ours(algorithm: type[Lamb | Came | Lars], backend: str = "auto", **options: Any) -> Callable[[], Build]:
+    """Return the loader of an optimizer of Bighorn."""
+
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
@@ -153,21 +155,13 @@ def _pytorch_optimizer() -> Build:
 PEERS = {
     "adamw": Peer("torch AdamW, fused", unclipped(lambda: torch.optim.AdamW, fused=True), "torch"),
     "adamw-foreach": Peer("torch AdamW, foreach", unclipped(lambda: torch.optim.AdamW, foreach=True), "torch"),
-    "lamb": Peer("Lamb", _ours(Lamb), "bighorn"),
-    "lamb-adam": Peer("Lamb, adam=True", _ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
-    "lamb-cautious": Peer("Lamb, cautious", _ours(Lamb, cautious=True), "bighorn"),
-    "lamb-foreach": Peer("Lamb, foreach", _ours(Lamb, "foreach"), "bighorn"),
-    "lamb-fp32": Peer("Lamb, fp32 states", _ours(Lamb, state_dtype=None), "bighorn"),
-    "lamb-fp16": Peer("Lamb, fp16 states", _ours(Lamb, state_dtype=torch.float16), "bighorn"),
-    "lamb-int8": Peer("Lamb, int8 states", _ours(Lamb, state_dtype="int8"), "bighorn"),
-    **{
-        f"{name}-{way}": Peer(f"{kind.__name__}, {way}", _ours(kind, weight_rounding=way), "bighorn")
-        for name, kind in (("lamb", Lamb), ("came", Came))
-        for way in ("stochastic", "kahan", "master")
-    },
-    "came": Peer("Came", _ours(Came), "bighorn"),
-    "came-last-two": Peer("Came, last_two", _ours(Came, factor="last_two"), "bighorn"),
-    "came-int8": Peer("Came, int8", _ours(Came, state_dtype="int8"), "bighorn"),
+    "lamb": Peer("Lamb", ours(Lamb), "bighorn"),
+    "lamb-adam": Peer("Lamb, adam=True", ours(Lamb, adam=True, decay_mode="decoupled"), "bighorn"),
+    "lamb-foreach": Peer("Lamb, foreach", ours(Lamb, "foreach"), "bighorn"),
+    "lamb-int8": Peer("Lamb, int8 states", ours(Lamb, state_dtype="int8"), "bighorn"),
+    "came": Peer("Came", ours(Came), "bighorn"),
+    "came-last-two": Peer("Came, last_two", ours(Came, factor="last_two"), "bighorn"),
+    "came-int8": Peer("Came, int8", ours(Came, state_dtype="int8"), "bighorn"),
     "came-pytorch": Peer(
         "came-pytorch",
         unclipped(partial(imported, "came_pytorch", "CAME", ": pip install --no-deps came-pytorch")),
@@ -178,7 +172,7 @@ PEERS = {
         unclipped(partial(imported, "pytorch_optimizer", "CAME", ": pip install pytorch_optimizer")),
         "pytorch_optimizer",
     ),
-    "lars": Peer("Lars", _ours(Lars), "bighorn"),
+    "lars": Peer("Lars", ours(Lars), "bighorn"),
     "timm-lars": Peer("timm Lars", unclipped(partial(_timm, "lars", "Lars"), momentum=0.9), "timm"),
     "sgd": Peer("torch SGD, fused", unclipped(lambda: torch.optim.SGD, momentum=0.9, fused=True), "torch"),
     "adafactor": Peer("torch Adafactor", unclipped(lambda: torch.optim.Adafactor), "torch"),

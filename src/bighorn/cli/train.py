@@ -212,11 +212,14 @@ def _check_plot(path: Path, outputs: Outputs) -> None:
 
 
 def _plot(run: Run, path: Path) -> None:
-    from bighorn.cli.reports import plots
+    from matplotlib.figure import Figure
 
-    lrs = run.schedule.as_list(run.total)
-    picture = plots.line_picture(range(1, run.total + 1), lrs, "learning rate", path.suffix[1:])
-    files.write(path, lambda file: file.write(picture))
+    figure = Figure(figsize=(9.2, 2.6), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
+    steps = range(1, run.total + 1)
+    axes.plot(steps, run.schedule.as_list(run.total), "o-" if run.total == 1 else "-", color="#2f5fd0", clip_on=False)
+    axes.set_ylim(bottom=0)
+    files.write(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=150))
 
 
 def results(run: Run) -> dict[str, Any]:

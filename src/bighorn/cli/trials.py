@@ -16,7 +16,7 @@ from bighorn.tasks import Task, defaults
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
 
-LOOKS = 10
+LOOKS = 4
 """Evaluations of a trial that may be stopped."""
 
 EDGE = 0.05

@@ -1,6 +1,5 @@
 """Figures for the reports, as SVG with the colours and the font of the page around it."""
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +12,6 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.reports.style import (
     INK,
-    LIGHT,
     SERIES,
     STYLE,
     TIP,
@@ -88,29 +86,14 @@ def search(
 @mpl.rc_context(STYLE)
 def line(steps: Sequence[int], values: Sequence[float], label: str, width: float = WIDTH) -> str:
     """Draw one quantity over the steps."""
-    figure = _line(steps, values, label, SERIES[0], width)
-    for step, value in zip(*thinned(steps, values), strict=True):
-        add_tip(figure.axes[0], step, value, f"step {step}: {label} {value:.4g}")
-    return to_svg(figure, f"{label} by step")
-
-
-def line_picture(steps: Sequence[int], values: Sequence[float], label: str, kind: str) -> bytes:
-    """Return a figure of :func:`line` as the content of a file in the page's light colours; ``kind`` is png or svg."""
-    style = {name: LIGHT.get(value, value) for name, value in STYLE.items()}
-    buffer = io.BytesIO()
-    with mpl.rc_context(style):
-        figure = _line(steps, values, label, LIGHT[SERIES[0]], WIDTH)
-        figure.savefig(buffer, format=kind, dpi=150, facecolor="white", bbox_inches="tight", pad_inches=0.2)
-    return buffer.getvalue()
-
-
-def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str, width: float) -> Figure:
     figure = Figure(figsize=(width, 2.2))
     axes = figure.add_subplot()
-    axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=colour, clip_on=False, zorder=3)
+    axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=SERIES[0], clip_on=False, zorder=3)
     axes.set(xlabel="step", ylabel=label, xlim=(0, max(steps[-1], 1)))
     axes.set_ylim(bottom=0)
-    return figure
+    for step, value in zip(*thinned(steps, values), strict=True):
+        add_tip(axes, step, value, f"step {step}: {label} {value:.4g}")
+    return to_svg(figure, f"{label} by step")
 
 
 @mpl.rc_context(STYLE)

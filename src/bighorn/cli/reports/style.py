@@ -16,13 +16,6 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 INK, GRID = "#010203", "#040506"
 SERIES = tuple(f"#0708{number:02x}" for number in range(8))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
-LIGHT = {INK: "#565b66", GRID: "#dddbd5"} | dict(
-    zip(
-        SERIES,
-        ("#2f5fd0", "#d5600f", "#12866a", "#8a3ffc", "#b4235a", "#6b7280", "#a37b00", "#0b8fa8"),
-        strict=True,
-    )
-)  # the page's colours, for a figure without a page
 
 STYLE: Any = {
     "font.size": 11,

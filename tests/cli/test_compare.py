@@ -485,6 +485,8 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
         "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
+    better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
+    assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."
     near = cell("sgd", 64, 0.2, 0.87, 0.91, 0.89)
     assert verdicts([large, near])[:2] == [
         "At batch 64 lamb has 90.0%, sgd 89.0%: apart by 1.0 +- 5.0 points.",

@@ -66,10 +66,10 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
         return []
     mean, half = interval(points, comparisons)
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
+    word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
     if half == math.inf:
-        return [f"{small.optimizer} loses {_amount(small, mean)} {span}."]
+        return [f"{small.optimizer} {word} {_amount(small, size)} {span}."]
     most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
-    word, size = ("loses", mean) if mean >= -half else ("gains", -mean)
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
 
 

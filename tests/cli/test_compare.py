@@ -159,6 +159,14 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
     assert several.trials == 3, "one for each process"
 
 
+def test_a_budget_for_one_trial_tunes_nothing_and_says_so(invoke: Invoke) -> None:
+    options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
+    output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s").output
+    assert "if no other programs run: about 1." in output
+    assert "on validation data, the only trial." in output
+    assert "--budget 0.001s had time for this many trials of each: 1, the defaults. Nothing was tuned." in output
+
+
 def test_trials_are_judged_by_the_first_ones_whatever_ends_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

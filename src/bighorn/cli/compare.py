@@ -152,9 +152,8 @@ def compare(
         )
     if study is not None:
         files.check_regular(study, "--study")
-    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
-    if study is not None:
         files.check_writable(study, "--study")
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
     about = provenance(command_line(ctx))
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
@@ -205,18 +204,20 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     base = plan.entries[0].base
     length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
     known, total = len(search.finished()), search.total
-    runs = f"{total} runs" if plan.budget is None else f"as many runs as fit in {config.budget}"
-    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {runs}, {processes} at a time")
+    many = f"{total} runs" if plan.budget is None else f"as many runs as fit in {config.budget}"
+    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
         console.print(f"{known} of the runs are in {plan.path}.")
-    seconds = sum(
-        step_seconds(run) * run.total * (plan.trials + plan.seeds)
-        for run in (Run(entry.base, search.task) for entry in plan.entries)
-    )
+    runs = (Run(entry.base, search.task) for entry in plan.entries)
+    seconds = sum(step_seconds(run) * run.total for run in runs) / processes
     if plan.budget is None:
-        console.print(f"This takes {duration(starting + seconds * (total - known) / total / processes)}{busy()}.")
+        seconds *= (plan.trials + plan.seeds) * (total - known) / total
+        console.print(f"This takes {duration(starting + seconds)}{busy()}.")
+    else:
+        fit = max(1, min(int(plan.budget / seconds) - plan.seeds, plan.trials))
+        console.print(f"Trials of each that fit beside {plan.seeds} final runs, if no other programs run: about {fit}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}
@@ -262,7 +263,8 @@ def _finish(
     answers = verdicts(cells) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.budget is not None and cells:
-        notes.append(f"--budget {config.budget} had time for this many trials of each: {search.trials}.")
+        tried = str(search.trials) if search.trials > 1 else "1, the defaults. Nothing was tuned"
+        notes.append(f"--budget {config.budget} had time for this many trials of each: {tried}.")
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")
     for line in answers:

@@ -133,10 +133,11 @@ def chosen(cells: Sequence[Cell]) -> list[str]:
         options = "".join(f", {text}" for text in config.optimizer_option)
         best = best_of(cell.tuning, cell.higher_is_better)
         stopped = sum(trial.pruned for trial in cell.tuning)
+        among = f"the best of {len(cell.tuning)} trials" if len(cell.tuning) > 1 else "the only trial"
         lines.append(
             f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
-            f"{config.weight_decay:g}{options}: {metric_text(cell.metric, best.value)} on validation data, the best of "
-            f"{len(cell.tuning)} trials{f', {stopped} of them stopped' * (stopped > 0)}."
+            f"{config.weight_decay:g}{options}: {metric_text(cell.metric, best.value)} on validation data, "
+            f"{among}{f', {stopped} of them stopped' * (stopped > 0)}."
         )
     return lines
 

@@ -38,7 +38,7 @@ TUNING_SEED = 0
 FULL, KEPT = 4, 75.0
 """The first trials of a cell, which are never stopped, and the percentile of them that the others must not fall behind.
 
-With the median, 3 of 12 cells on digits lost their best trial, each of a high rate or a long warm-up; so none did.
+With the median, 3 of 12 cells on digits lost their best trial, two of a high rate and a long warm-up; so none did.
 """
 
 PAUSE = 0.1

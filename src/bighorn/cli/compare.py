@@ -216,8 +216,9 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         seconds *= (plan.trials + plan.seeds) * (total - known) / total
         console.print(f"This takes {duration(starting + seconds)}{busy()}.")
     else:
-        fit = max(1, min(int(plan.budget / seconds) - plan.seeds, plan.trials))
-        console.print(f"Trials of each that fit beside {plan.seeds} final runs, if no other programs run: about {fit}.")
+        fit = min(int(plan.budget / seconds) - plan.seeds, plan.trials)
+        about = f"about {fit}" if fit > 0 else f"not one, which takes {duration(seconds * (1 + plan.seeds))} in all"
+        console.print(f"Trials of each that fit beside {plan.seeds} final runs, if no other programs run: {about}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}

@@ -310,7 +310,7 @@ def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
         text = str(value).removeprefix("torch.") if is_dtype else value
         if text is None or (isinstance(text, str) and text in dtypes):
             return text
-        names = ", ".join('"int8"' if dtype == "int8" else f"torch.{dtype}" for dtype in dtypes)
+        names = ", ".join(f'"{dtype}"' if dtype.startswith("int") else f"torch.{dtype}" for dtype in dtypes)
         raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
 
     return check

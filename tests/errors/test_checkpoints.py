@@ -171,14 +171,16 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "codes-that-are-floats": ("exp_avg", lambda codes: codes.float(), "'exp_avg'.*float32.*damaged"),
     "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),
 }
+NIBBLES = {**DAMAGE, "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(0x18), "'exp_avg'.*damaged")}
 
 
 @for_every("damage", DAMAGE)
-@pytest.mark.parametrize("at_hand", [None, "int8"], ids=str)
-def test_damaged_codes(damage: str, at_hand: str | None, kind: Kind) -> None:
-    name, spoil, message = DAMAGE[damage]
+@pytest.mark.parametrize("at_hand", [None, "int8", "int4"], ids=str)
+@pytest.mark.parametrize("saved", ["int8", "int4"])
+def test_damaged_codes(damage: str, saved: str, at_hand: str | None, kind: Kind) -> None:
+    name, spoil, message = (DAMAGE if saved == "int8" else NIBBLES)[damage]
     parameter = Parameter(torch.ones(64, 64))
-    optimizer = kind([parameter], lr=0.1, state_dtype="int8")
+    optimizer = kind([parameter], lr=0.1, state_dtype=saved)
     parameter.grad = torch.ones(64, 64)
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())

@@ -228,6 +228,8 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "float32-states-int8": (torch.float32, torch.float32, {"state_dtype": "int8"}),
     "bfloat16-states-int8": (torch.bfloat16, torch.float32, {"state_dtype": "int8", "rounding_seed": 2**40 + 1}),
     "float32-states-int8-all": (torch.float32, torch.bfloat16, {"state_dtype": "int8", "min_8bit_size": 1}),
+    "float32-states-int4": (torch.float32, torch.float32, {"state_dtype": "int4"}),
+    "bfloat16-states-int4-all": (torch.bfloat16, torch.float32, {"state_dtype": "int4", "min_8bit_size": 1}),
     "bfloat16-weights-stochastic": (torch.bfloat16, torch.float32, {"weight_rounding": "stochastic"}),
     "float16-weights-stochastic": (torch.float16, torch.float32, {"weight_rounding": "stochastic", "rounding_seed": 7}),
     "bfloat16-weights-kahan": (torch.bfloat16, torch.float32, {"weight_rounding": "kahan"}),
@@ -251,4 +253,4 @@ CAME_DTYPES = {**DTYPES, "float64-states-float16": (torch.float64, torch.float32
 
 def in_blocks(options: Mapping[str, Any]) -> bool:
     """Whether moments are kept in blocks of few bits, by LAMB at least."""
-    return options.get("state_dtype") in ("int8", "float16", torch.float16)
+    return options.get("state_dtype") in ("int4", "int8", "float16", torch.float16)

@@ -16,7 +16,7 @@ from bighorn.kernels.rounding import ROUNDING_MODES
 KINDS = (Lamb, Came, Lars)
 """Bighorn's own optimizers."""
 
-STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "int4": "int4"}
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
 
 

@@ -6,6 +6,9 @@ tensor of short rows (a vector has rows of one element) needs a scale for each r
 
 The code of a value represents its share of the scale, by one of the forms below (docs/precision-results.md has the
 measurements behind them). Arithmetic is in float32.
+
+Codes of 4 bits are packed: a byte has those of two neighbours in a row, the first one in its lower bits, each as its
+two's complement. Such a row has an even number of elements, and its codes are contiguous.
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ class Form:
         to_code: The function from shares, -1 to 1, to codes in float32.
         to_share: The inverse; the share of the largest code is exactly 1.
         root: Whether the codes represent the square roots of the values, which are squares.
+        packed: Whether codes have 4 bits; a byte then has two, and codes of any shape are `[rows, bytes of a row]`.
     """
 
     dtype: torch.dtype
     to_code: Callable[[Tensor, Dither], Tensor]
     to_share: Callable[[Tensor], Tensor]
     root: bool = False
+    packed: bool = False
 
 
 def _half(share: Tensor, dither: Dither) -> Tensor:
@@ -88,6 +93,15 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
 LINEAR = Form(torch.int8, lambda share, _: (share * TOP).round(), lambda code: code / TOP)
 """The form of CAME's momentum, whose values have similar magnitudes, since the updates that it averages do."""
 
+
+def _square(share: Tensor, _: Dither) -> Tensor:
+    # The nearest value: between the squares of c and c + 1, of 49, is (c + 1/2)^2 + 1/4.
+    return ((share.abs() * 49 - 0.25).clamp(min=0).sqrt() + 0.5).floor() * share.sign()
+
+
+SQUARES = Form(torch.uint8, _square, lambda code: code * code.abs() / 49, packed=True)
+"""The form of a first moment in 4 bits: codes -7 to 7, whose squares, with their sign, are 49ths of the scale."""
+
 SIGNED = _root(torch.int8, 128, 1)
 """The form of LAMB's first moment and LARS's momentum, by its square root: codes are closer for smaller values."""
 
@@ -105,7 +119,7 @@ HALF_ROOT = Form(torch.float16, _half, lambda code: code, root=True)
 """A second moment in float16, stored as its root, which spans half as many orders of magnitude."""
 
 MOMENT_FORMS = {
-    "exp_avg": {torch.int8: SIGNED, torch.float16: HALF},
+    "exp_avg": {torch.int8: SIGNED, torch.uint8: SQUARES, torch.float16: HALF},
     "exp_avg_sq": {torch.uint8: UNSIGNED, torch.float16: HALF_ROOT},
 }
 """The forms of LAMB and LARS by state name and dtype."""
@@ -119,7 +133,8 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     if f"{name}_scale" not in state:
         return None
     is_came = "exp_avg_sq_scale" not in state and any(key.startswith("exp_avg_sq") for key in state)
-    return LINEAR if is_came else MOMENT_FORMS[name].get(state[name].dtype)
+    form = MOMENT_FORMS[name].get(state[name].dtype)
+    return LINEAR if is_came and form is SIGNED else form
 
 
 def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
@@ -131,10 +146,20 @@ def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dith
     return {name: codes, f"{name}_scale": scales}
 
 
-def dequantize(name: str, state: Mapping[str, Tensor]) -> Tensor:
-    """Return a stored moment in a floating dtype."""
+def dequantize(name: str, state: Mapping[str, Tensor], shape: torch.Size | None = None) -> Tensor:
+    """Return a stored moment in a floating dtype, in the shape of its parameter, which packed codes do not have."""
     form = form_of(name, state)
-    return state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
+    values = state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
+    return values if shape is None else values.view(shape)
+
+
+def never_written(name: str, codes: Tensor) -> Tensor:
+    """Return where codes have a value that no form has: the least number of their bits, where these are signed."""
+    if codes.dtype == torch.int8:
+        return codes == -128
+    if codes.dtype == torch.uint8 and name == "exp_avg":
+        return (codes & 15 == 8) | (codes >> 4 == 8)
+    return torch.zeros((), dtype=torch.bool)
 
 
 def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -148,8 +173,25 @@ def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return rows, -(-math.prod(shape[1:]) // BLOCK)
 
 
+def packed(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits, integers in any dtype, two to a byte: `[rows, an even number]` to `[rows, half of it]`.
+
+    Example:
+        >>> packed(torch.tensor([[1, -1, 7, 0]]))
+        tensor([[241,   7]], dtype=torch.uint8)
+    """
+    low = codes.to(torch.int32) & 15
+    return (low[..., ::2] | low[..., 1::2] << 4).to(torch.uint8)
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Return the inverse of `packed`, int32."""
+    both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
+    return (both ^ 8) - 8
+
+
 def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tuple[Tensor, Tensor]:
-    """Return codes, in the shape of `values`, and scales, float32 in the shape of `scales_shape`.
+    """Return codes, in the shape of `values` unless they are packed, and scales, float32 in that of `scales_shape`.
 
     A linear value's error is at most 1/254 of its block's scale. A block of zeros has scale 0. A block that has a value
     beyond float32, an infinity or a NaN has scale NaN, and all of its values decode to NaN: the original values cannot
@@ -168,16 +210,19 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
     shares = (blocks.abs() / scales.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny) * blocks.sign()
     shares = torch.where(scales.unsqueeze(-1) > 0, shares, 0)
     codes = form.to_code(shares, _blocks(dither) if isinstance(dither, Tensor) else dither)
+    if form.packed:
+        return packed(_unblocked(codes, values.flatten(1).shape)), scales
     return _unblocked(codes, values.shape).to(form.dtype), scales
 
 
 def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
-    """Return the values, float32 in the shape of `codes`; the largest code gives exactly its block's scale.
+    """Return the values, float32 in the shape of the codes; the largest code gives exactly its block's scale.
 
     Example:
         >>> decode(torch.tensor([[127, -127, 0]], dtype=torch.int8), torch.tensor([[0.7]]))
         tensor([[ 0.7000, -0.7000,  0.0000]])
     """
+    codes = unpacked(codes) if form.packed else codes
     # The share is computed first, so that no intermediate result overflows or underflows, whatever the scale.
     values = _unblocked(form.to_share(_blocks(codes.to(torch.float32))) * scales.unsqueeze(-1), codes.shape)
     return values.square() if form.root else values

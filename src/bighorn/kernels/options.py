@@ -66,7 +66,7 @@ class KernelOptions:
     metrics: ClassVar[tuple[str, ...]]
     """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
 
-    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8"}
+    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8", "packed": True}
     """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
 
     lr: Annotated[float | Tensor, Option(c=float)]
@@ -74,6 +74,8 @@ class KernelOptions:
     maximize: Annotated[bool, Option(flag, int)]
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
     rounding_seed: Annotated[int, Option(count, int)] = 0
+    packed: bool = False
+    """Whether the first moment is kept in codes of 4 bits, as in `kernels/codec.py`."""
 
 
 Options = TypeVar("Options", bound=KernelOptions)
@@ -111,6 +113,7 @@ class CameOptions(KernelOptions):
 
     algorithm = "came"
     metrics = ("update_rms", "clip_factor", "confidence")
+    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8"}
 
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]

@@ -36,6 +36,8 @@ class Variant(NamedTuple):
     factored: bool
     blocks: bool
     """Whether moments are kept in blocks."""
+    packed: bool
+    """Whether the first one is kept in codes of 4 bits."""
 
 
 class ParamTraits(NamedTuple):
@@ -46,6 +48,8 @@ class ParamTraits(NamedTuple):
     """The number of leading dims that must be outermost in memory."""
     blocks: bool
     """Whether moments are kept in blocks."""
+    packed: bool
+    """Whether the first one is kept in codes of 4 bits."""
     spec: StateSpec
     """The state tensors, besides `step`."""
 
@@ -120,6 +124,7 @@ class Algorithm(ABC, Generic[Options]):
             # A tensor on a device stays a tensor, so that the host does not wait for its value.
             "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
             "weight_decay": group["weight_decay"] if variant.decays else 0.0,
+            "packed": variant.packed,
             **{name: group[name] for name in self.passed_on},
         }
 
@@ -127,7 +132,7 @@ class Algorithm(ABC, Generic[Options]):
         """The traits of a parameter (as a real view)."""
         factored, leading = self.shape_of(group, param)
         spec = {**self.moments(group, param), **weight_spec(param, group["weight_rounding"])}
-        return ParamTraits(factored, leading, "exp_avg_scale" in spec, spec)
+        return ParamTraits(factored, leading, "exp_avg_scale" in spec, spec["exp_avg"].block is not None, spec)
 
     def state_spec(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of a parameter, besides `step`."""

@@ -62,7 +62,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
 
     name = "came"
     kernel_options_type = CameOptions
-    block_dtypes = ("int8",)
+    block_dtypes = ("int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "factor": choice(*get_args(FactorRule)),
@@ -92,8 +92,11 @@ class CameAlgorithm(Algorithm[CameOptions]):
         """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
-        dtypes, in_8_bits = {"exp_avg": moments_dtype(param, group["state_dtype"])}, group["state_dtype"] == "int8"
-        spec = moments_spec(param, dtypes, in_8_bits, stacked, group["min_8bit_size"])
+        dtypes, in_blocks = (
+            {"exp_avg": moments_dtype(param, group["state_dtype"])},
+            group["state_dtype"] in self.block_dtypes,
+        )
+        spec = moments_spec(param, dtypes, in_blocks, stacked, group["min_8bit_size"])
         if not self.shape_of(group, param)[0]:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
         if group["factor"] == "last_two":

@@ -49,7 +49,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
 
     name = "lamb"
     kernel_options_type = LambOptions
-    block_dtypes = ("float16", "int8")
+    block_dtypes = ("float16", "int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "adam": flag,
@@ -73,7 +73,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
         """Both moments, in one dtype or in blocks, and the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
-        if group["state_dtype"] == "int8":
+        if group["state_dtype"] in ("int8", "int4"):
             dtypes["exp_avg_sq"] = torch.uint8
         in_blocks = group["state_dtype"] in self.block_dtypes
         return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])

@@ -30,7 +30,7 @@ class LarsAlgorithm(Algorithm[LarsOptions]):
 
     name = "lars"
     kernel_options_type = LarsOptions
-    block_dtypes = ("float16", "int8")
+    block_dtypes = ("float16", "int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "always_adapt": flag,

@@ -137,6 +137,7 @@ def info_of(
         centres=centres,
         factored=traits.factored,
         blocks=traits.blocks,
+        packed=traits.packed,
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
@@ -183,6 +184,7 @@ def _flat_infos(
             centres=False,
             factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
+            packed=False,
         )
         yield ParamInfo(tensor, each.name, variant, False, 0, None, view.spec, view)
 
@@ -202,6 +204,7 @@ def check_backend(group: Group, params: list[Tensor], algorithm: Algorithm[Any],
     for param in params:
         whole = whole_view(param)
         traits = algorithm.traits_of(group, whole)
-        variant = Variant(0, decays=True, adapts=True, centres=False, factored=traits.factored, blocks=traits.blocks)
+        kept = {"factored": traits.factored, "blocks": traits.blocks, "packed": traits.packed}
+        variant = Variant(0, decays=True, adapts=True, centres=False, **kept)
         options = algorithm.kernel_options(group, variant)
         kernels.pick(backend, local_view(param), options, row_shard(param, group["stacked"]))

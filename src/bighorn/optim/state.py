@@ -16,17 +16,18 @@ from bighorn.kernels import codec, rounding
 from bighorn.kernels.rounding import Rounding
 from bighorn.kernels.storage import is_freed
 
-StateDtype = Literal["float32", "bfloat16", "float16", "int8"]
+StateDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 MOMENT_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "int4": torch.uint8,
 }
-"""The dtypes of moments, under the names that checkpoints use.
+"""The dtypes of moments, under the names that checkpoints use; a byte of "int4" has two codes.
 
-In float16 and int8, LAMB keeps both moments in blocks with scales (`kernels/codec.py`). CAME keeps the momentum in
-blocks in int8, and without scales in float16, since it is near 1; its second moment is averages of many elements, which
+In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`). CAME keeps the momentum in
+blocks in int8 and int4, and without scales in float16, since it is near 1; its second moment is averages of many elements, which
 take next to no memory.
 """
 
@@ -47,14 +48,15 @@ class StateTensorSpec:
     Attributes:
         dtype: The dtype of the tensor.
         dims: The parameter's dims that the tensor has, in order.
-        scales: Whether the tensor holds the scales of blocks: the last of `dims` is then that of rows, and a further
-            dim is that of the blocks of a row, which have a scale each. Default: False.
+        block: The elements of a row that share one element of the tensor: `codec.BLOCK` for scales, 2 for packed codes.
+            The last of `dims` is then that of rows, and a further dim is that of the blocks of a row. Default: None, for
+            as many elements as the parameter has.
         numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
     """
 
     dtype: torch.dtype
     dims: tuple[int, ...]
-    scales: bool = False
+    block: int | None = None
     numel: int | None = None
 
     def like(self, param: Tensor) -> Tensor:
@@ -74,11 +76,14 @@ class StateTensorSpec:
             return [self.numel]
         whole = param.shape
         shape = [whole[dim] for dim in self.dims]
-        return [*shape[:-1], *codec.scales_shape(whole[self.dims[-1] :])] if self.scales else shape
+        if self.block is None:
+            return shape
+        rows, inner = (shape, whole[self.dims[-1] + 1 :].numel()) if shape else ([1], 1)
+        return [*rows, -(-inner // self.block)]
 
     def _strides(self, param: Tensor, shape: list[int]) -> list[int]:
-        """Return strides without gaps, in the order of the parameter's; scales are contiguous."""
-        order = [0] * len(shape) if self.scales else [param.stride(dim) for dim in self.dims]
+        """Return strides without gaps, in the order of the parameter's; blocks are contiguous."""
+        order = [0] * len(shape) if self.block else [param.stride(dim) for dim in self.dims]
         strides, size = [1] * len(shape), 1
         for i in sorted(range(len(shape) - 1, -1, -1), key=order.__getitem__):
             strides[i], size = size, size * max(shape[i], 1)
@@ -96,10 +101,10 @@ def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: 
             f"its dtype is {param.dtype}, and steps are for {', '.join(map(str, REAL_DTYPES))} and complex ones: keep "
             "the parameter in one of these, and cast it where the model uses it"
         )
-    if state_dtype == "int8" and param.dtype in (torch.float64, torch.complex64, torch.complex128):
+    if state_dtype in ("int8", "int4") and param.dtype in (torch.float64, torch.complex64, torch.complex128):
         return (
-            f'its dtype is {param.dtype}, and state_dtype="int8" is for real parameters of 32 bits or less: give it a '
-            "group with another state_dtype"
+            f'its dtype is {param.dtype}, and state_dtype="{state_dtype}" is for real parameters of 32 bits or less: '
+            "give it a group with another state_dtype"
         )
     if weight_rounding != "nearest" and param.dtype not in rounding.LOW:
         return (
@@ -129,7 +134,8 @@ def moments_spec(
     Args:
         param: The parameter, as a real tensor.
         dtypes: The dtype of each moment.
-        in_blocks: Whether these are the dtypes of codes. Small tensors, and vectors, get float32.
+        in_blocks: Whether these are the dtypes of codes. Small tensors, and vectors, get float32; a first moment of 4
+            bits gets int8 if its rows have an odd number of elements.
         stacked: The number of leading dims that stack layers.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks.
     """
@@ -138,8 +144,12 @@ def moments_spec(
         return {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
     if param.dim() - stacked < 2 or param.numel() < min_8bit_size:
         return {name: StateTensorSpec(torch.float32, dims) for name in dtypes}
-    scales = {f"{name}_scale": StateTensorSpec(torch.float32, dims[: stacked + 1], scales=True) for name in dtypes}
-    return {**{name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}, **scales}
+    rows = dims[: stacked + 1]
+    codes = {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
+    if dtypes["exp_avg"] == torch.uint8:
+        even = param.shape[stacked + 1 :].numel() % 2 == 0
+        codes["exp_avg"] = StateTensorSpec(torch.uint8, rows, 2) if even else StateTensorSpec(torch.int8, dims)
+    return {**codes, **{f"{name}_scale": StateTensorSpec(torch.float32, rows, codec.BLOCK) for name in dtypes}}
 
 
 def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
@@ -148,8 +158,10 @@ def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
     return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
 
 
-def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str) -> dict[str, Any]:
+def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: torch.Size, what: str) -> dict[str, Any]:
     """Return a state whose moments are in blocks exactly if `spec` requires it, whatever dtype they were saved in.
+
+    The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not.
 
     Aux state that `spec` does not have is dropped.
 
@@ -163,17 +175,18 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], what: str)
             continue
         new = codec.form_of(name, spec)
         if isinstance(scales, Tensor):
-            _check_codes(name, values, scales, what)
             old = codec.form_of(name, state)
+            whole = shape if old is not None and old.packed else values.shape
+            _check_codes(name, values, scales, whole, what)
             if old is new or old is None:
                 continue
             rows = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2), old)
-            values = out[name] = rows.view(values.shape)
+            values = out[name] = rows.view(whole)
             del out[f"{name}_scale"]
-        if new is not None and values.is_floating_point() and values.shape == spec[name].shape:
+        if new is not None and values.is_floating_point() and values.shape == shape:
             like = spec[f"{name}_scale"]
             codes, scales = codec.encode(values.flatten(0, like.dim() - 2), new)
-            out[name], out[f"{name}_scale"] = codes.view(values.shape), scales.view(like.shape)
+            out[name], out[f"{name}_scale"] = codes.view(spec[name].shape), scales.view(like.shape)
     return out
 
 
@@ -184,16 +197,16 @@ COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", 
 """The dtypes of compensations, which are converted into each other."""
 
 
-def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
-    """Raise unless these are codes and the scales of their blocks."""
+def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, what: str) -> None:
+    """Raise unless these are the codes of a moment of a shape, and the scales of their blocks."""
     outer = max(scales.dim() - 2, 0)
-    expected = (*values.shape[:outer], *codec.scales_shape(values.shape[outer:]))
+    expected = (*shape[:outer], *codec.scales_shape(shape[outer:]))
     if values.dtype not in codec.CODES:
         raise ValueError(
             f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which no codes have: it is "
             "damaged. Load another checkpoint, or drop optimizer.state of this parameter"
         )
-    if scales.shape != expected:
+    if scales.shape != expected or values.numel() not in (shape.numel(), shape.numel() // 2):
         raise ValueError(
             f"state {name!r} of {what} has codes of shape {tuple(values.shape)}, and scales of shape "
             f"{tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load a "
@@ -201,11 +214,11 @@ def _check_codes(name: str, values: Tensor, scales: Tensor, what: str) -> None:
         )
     # On other devices the host would have to wait for the values.
     if scales.device.type == "cpu" and bool(
-        ((scales < 0) | scales.isinf()).any() or (values.dtype == torch.int8 and (values == -128).any())
+        ((scales < 0) | scales.isinf()).any() or codec.never_written(name, values).any()
     ):
         raise ValueError(
-            f"state {name!r} of {what} holds codes or scales that are never written (a code -128, a scale below 0 or "
-            "infinite): it is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} holds codes or scales that are never written (a code -128 of 8 bits or -8 of 4, a "
+            "scale below 0 or infinite): it is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
         )
 
 
@@ -300,7 +313,7 @@ def init_or_validate_state(
     local = dict(state)
     for name, value in tensors.items():
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
-    out = requantized(local, likes, what)
+    out = requantized(local, likes, dense.shape, what)
     lost = out.get("compensation")
     if isinstance(lost, Tensor) and "compensation" in likes and lost.dtype in COMPENSATIONS:
         out["compensation"] = rounding.recoded(lost, likes["compensation"].dtype, dense.dtype)
@@ -327,14 +340,14 @@ def init_or_validate_state(
 
 
 def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:
-    scales = next((each for each in spec.values() if each.scales), None)
-    if scales is None:
+    blocks = next((each for each in spec.values() if each.block), None)
+    if blocks is None:
         return
     layout = sharding.layout_of(param)
-    if layout is not None and not layout.shard(param.shape).split <= set(scales.dims):
+    if layout is not None and not layout.shard(param.shape).split <= set(blocks.dims):
         raise ValueError(
             f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
-            'give it another state_dtype than "int8" or "float16" in its group, or cut it up along dim 0'
+            'give it another state_dtype than "int8", "int4" or "float16" in its group, or cut it up along dim 0'
         )
 
 

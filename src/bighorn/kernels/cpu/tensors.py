@@ -19,7 +19,7 @@ from bighorn.kernels.rounding import AUX_STATE
 CHUNK_ELEMS = 8192  # CHUNK_ELEMS of csrc/run.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-STATE_TYPES = {**TYPES, torch.int8: 4}
+STATE_TYPES = {**TYPES, torch.int8: 4, torch.uint8: 5}
 ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
 
 
@@ -76,7 +76,8 @@ def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
 
 def memory_layout(state: Tensor, tensor: Tensor) -> array[int] | None:
     """Return the layout of a parameter or a gradient in the order of its state; None if the order is the same."""
-    return layout(tensor.shape, state.stride(), tensor.stride())
+    packed = state.dtype == torch.uint8  # two codes to a byte, in row-major order
+    return layout(tensor.shape, contiguous_strides(tensor.shape) if packed else state.stride(), tensor.stride())
 
 
 def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4 };
+enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4, INT4 = 5 };
 enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
 
 enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_ADAGRAD = 2 }; /* amsgrad is in plain torch alone */

@@ -85,8 +85,8 @@ static void momentum_and_apply(CameWork *c, FactoredSquareSums sums) {
     if (w->thread == 0) w->job.row->metrics[2] = 1;
 }
 
-/* Whether m has int8 blocks that cross the rows of the matrices, so that a loop of its own updates it. */
-static int is_apart(const FactoredRow *row) { return row->state_type == INT8 && row->inner != row->width; }
+/* Whether m has blocks that cross the rows of the matrices, so that a loop of its own updates it. */
+static int is_apart(const FactoredRow *row) { return row->state_type >= INT8 && row->inner != row->width; }
 
 static void momentum_apart(const CameWork *c) {
     const FactoredWork *w = &c->work;

@@ -7,19 +7,21 @@
 
 /* ---- the momentum in place or in a buffer ---------------------------------------------------------------- */
 
-static CodecInt8 int8_of(const FactoredRow *row) { return (CodecInt8){row->exp_avg, row->exp_avg_scale, row->inner}; }
+static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_avg, row->exp_avg_scale, row->inner}; }
 
 static real *read_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
-    const CodecInt8 data = int8_of(row);
-    if (row->state_type != INT8) return widen(row->exp_avg, row->state_type, start, n, buffer);
-    decode(&data, start, n, buffer);
+    const CodecData data = codes_of(row);
+    if (row->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
+    else if (row->state_type == INT4) decode(CODEC_SQUARES, &data, start, n, buffer);
+    else return widen(row->exp_avg, row->state_type, start, n, buffer);
     return buffer;
 }
 
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
 static void write_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
-    const CodecInt8 data = int8_of(row);
-    if (row->state_type == INT8) encode(&data, start, n, buffer);
+    const CodecData data = codes_of(row);
+    if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer);
+    else if (row->state_type == INT4) encode(CODEC_SQUARES, &data, start, n, buffer);
     else narrow(buffer, n, row->exp_avg, row->state_type, start);
     read_m(row, start, n, buffer);
 }
@@ -134,7 +136,7 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
     factored_end_tile(job, &f->residual, &t, sums);
 }
 
-/* Updates m if rows of dim 0 hold several matrix rows, so that int8 blocks cross the rows of the matrices. */
+/* Updates m if rows of dim 0 hold several matrix rows, so that blocks cross the rows of the matrices. */
 static void momentum_apart(const FactoredJob *job, const CameFactors *f, int64_t first, int64_t last) {
     const FactoredRow *row = job->row;
     const FactoredAverage *average = &job->square;

@@ -5,11 +5,12 @@
 #include "rounding.h"
 
 #include <math.h>
+#include <stdlib.h>
 
 enum { CODEC_BLOCK_ELEMS = 256 };
 
 /* The conversion of a value's share of its block's scale to a code. */
-enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT };
+enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT, CODEC_SQUARES };
 
 /* ---- positions of blocks --------------------------------------------------------------------------------- */
 
@@ -58,7 +59,7 @@ typedef struct {
 /* The number that the largest code stands for: in CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power
  * of 2 that suits the bit operations. */
 FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
-    return form == CODEC_LINEAR ? 127 : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f : 1;
+    return form == CODEC_LINEAR ? 127 : form == CODEC_SQUARES ? 49 : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f : 1;
 }
 
 FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale) {
@@ -91,40 +92,75 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
-/* The codes and scales of CODEC_LINEAR. */
+/* The codes and scales of CODEC_LINEAR, or of CODEC_SQUARES, two codes to a byte. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int64_t inner;
-} CodecInt8;
+} CodecData;
 
-static inline void decode(const CodecInt8 *data, int64_t start, int n, real *restrict out) {
+/* The numbers that the codes of a byte stand for: those of its lower and of its upper bits. */
+static inline int first_square(int8_t both) {
+    const int code = (int8_t)(both << 4) >> 4;
+    return code * abs(code);
+}
+
+static inline int second_square(int8_t both) { return (both >> 4) * abs(both >> 4); }
+
+FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
+                                  real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
-        const float unit = scale_of(CODEC_LINEAR, data->scales[part.scale]).unit;
-        const int8_t *restrict codes = data->codes + part.start;
+        const float unit = scale_of(form, data->scales[part.scale]).unit;
+        if (form == CODEC_SQUARES) {
+            const int8_t *restrict codes = data->codes + part.start / 2;
+            const int odd = part.start & 1, pairs = (part.size - odd) / 2;
+            if (odd) *out = second_square(*codes) * unit;
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
+            for (int i = 0; i < pairs; i++) {
+                out[odd + 2 * i] = first_square(codes[odd + i]) * unit;
+                out[odd + 2 * i + 1] = second_square(codes[odd + i]) * unit;
+            }
+            if (odd + 2 * pairs < part.size) out[part.size - 1] = first_square(codes[odd + pairs]) * unit;
+        } else {
+            const int8_t *restrict codes = data->codes + part.start;
+#pragma omp simd
+            for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
+        }
         out += part.size;
     }
 }
 
 /* Encodes elements [start, start + n), which must be whole blocks. */
-static inline void encode(const CodecInt8 *data, int64_t start, int n, const real *restrict values) {
+FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
+                                  const real *restrict values) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
-        int8_t *restrict codes = data->codes + part.start;
+        int8_t *restrict codes = data->codes + (form == CODEC_SQUARES ? part.start / 2 : part.start);
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
             uint32_t magnitude = magnitude_of((float)values[i]);
             largest = magnitude > largest ? magnitude : largest;
         }
-        const CodecScale scale = new_scale(CODEC_LINEAR, largest);
+        const CodecScale scale = new_scale(form, largest);
         float ready[CODEC_BLOCK_ELEMS];
         for (int i = 0; i < part.size; i++) ready[i] = (float)values[i];
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
+        if (form == CODEC_SQUARES) {
+            int8_t each[CODEC_BLOCK_ELEMS];
 #pragma omp simd
-        for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + ROUND_TO_INTEGER);
+            for (int i = 0; i < part.size; i++) {
+                const float above = fabsf(ready[i]) * scale.factor - 0.25f;
+                const int code = (int)(sqrtf(above > 0 ? above : 0) + 0.5f);
+                each[i] = (int8_t)(ready[i] < 0 ? -code : code);
+            }
+#pragma omp simd
+            for (int i = 0; i < part.size / 2; i++)
+                codes[i] = (int8_t)((each[2 * i] & 15) | (uint8_t)each[2 * i + 1] << 4);
+        } else {
+#pragma omp simd
+            for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + ROUND_TO_INTEGER);
+        }
         values += part.size;
     }
 }

@@ -42,9 +42,9 @@ static inline int grad_type(const FactoredJob *job) {
  * is inlined, because it has no result. */
 FORCE_INLINE void fetch_for_next_pass(const FactoredJob *job, const void *data, int type, int64_t start, int n) {
     if (job->gradient->size > L2_CACHE_ELEMS) return;
-    const int64_t bytes = type == INT8 ? 1 : dtype_bytes(type);
-    const char *first = (const char *)data + start * bytes;
-    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(first + i, 1, 2);
+    const int64_t halves = type == INT4 ? 1 : type == INT8 ? 2 : 2 * dtype_bytes(type);
+    const char *first = (const char *)data + start * halves / 2;
+    for (int64_t i = 0; i < n * halves / 2; i += 64) __builtin_prefetch(first + i, 1, 2);
 }
 
 /* ---- several rows in one loop ---------------------------------------------------------------------------- */

@@ -246,18 +246,17 @@ class Batch:
             return m  # it was computed in place
         new = [quantize("exp_avg", each, self.wholes) for each in self.in_rows("x", m)]
         for name in new[0]:
-            target = self.wholes[name][at if name == "exp_avg" else at[:2]]
+            target = self.wholes[name][at if name == "exp_avg" and not self.in_blocks else at[:2]]
             write(target, joined([each[name] for each in new], target), self.apply_mask)
         return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in new], u).to(self.dtype)
 
     def momentum(self, at: Index) -> Tensor:
         """Return a piece of the average as it is stored."""
-        m = self.wholes["exp_avg"][at]
         if not self.in_blocks:
-            return m
-        codes, scales = self.in_rows("x", m), self.in_rows("exp_avg_scale", self.wholes["exp_avg_scale"][at[:2]])
+            return self.wholes["exp_avg"][at]
+        codes, scales = (self.in_rows(name, self.wholes[name][at[:2]]) for name in ("exp_avg", "exp_avg_scale"))
         stored = [{"exp_avg": each, "exp_avg_scale": scale} for each, scale in zip(codes, scales, strict=True)]
-        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in stored], m)
+        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in stored], self.wholes["x"][at])
 
     def in_rows(self, name: str, values: Tensor) -> list[Tensor]:
         """Return what is encoded by itself: the rows of the tensors of each shape, or all values without blocks."""

@@ -138,16 +138,16 @@ class Batch(Generic[Options]):
         """Yield the pieces of the parameters and their state, whose addresses are the same at each step."""
         params, state = self.bucket.params[self.rows], self.bucket.state
         row_starts = self.bucket.row_offsets[self.rows] or [0] * len(params)
-        moments = [self._flat(state.get(name)) for name in self.moments]
-        like_params = {name: self._pieces(each[self.rows]) for name, each in state.items() if "scale" not in name}
-        scales = {name: each[self.rows] for name, each in state.items() if "scale" in name}
+        moments = [self._flat(None if self.in_blocks else state.get(name)) for name in self.moments]
+        by_rows = [name for name in state if "scale" in name or (name == "exp_avg" and self.bucket.options.packed)]
+        like_params = {name: self._pieces(each[self.rows]) for name, each in state.items() if name not in by_rows}
         for (rows, x), *of_piece in zip(self._pieces(params), *moments, strict=False):
             starts = [
                 int(part.storage_offset()) - int(whole.storage_offset())
                 for part, whole in zip(x, params[rows], strict=True)
             ]
             parts = {name: next(rest)[1] for name, rest in like_params.items()}
-            parts |= {name: scales_of(x, starts, each[rows]) for name, each in scales.items()}
+            parts |= {name: rows_of(x, starts, state[name][self.rows][rows]) for name in by_rows}
             yield Piece(
                 rows,
                 [each.view(-1) for each in x],
@@ -217,7 +217,7 @@ class Batch(Generic[Options]):
         """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
         for concat in piece.concats:
             state = {name: tensors[0] for name, tensors in concat.state.items()}
-            shape = (sum(map(len, concat.state["exp_avg"])), *state["exp_avg"].shape[1:])
+            shape = (sum(map(len, concat.state["exp_avg"])), concat.x[0].numel() // len(state["exp_avg"]))
             shifts = dither(*self._positions(piece, concat, t)).view(shape) if self.needs_rng_key else NEAREST
             for name, all_values in zip(self.moments, moments, strict=True):
                 if not all_values:
@@ -286,13 +286,11 @@ class LayerwiseStepper(Stepper[Options]):
             count_step(bucket.unique_steps, apply_mask)
 
 
-def scales_of(parts: list[Tensor], starts: list[int], scales: list[Tensor]) -> list[Tensor]:
-    """Return the scales that belong to parts of tensors: all of them, or those of some rows of a single tensor."""
+def rows_of(parts: list[Tensor], starts: list[int], state: list[Tensor]) -> list[Tensor]:
+    """Return the scales or codes that belong to parts of tensors: all, or those of some rows of a single tensor."""
     return [
-        scale
-        if start == 0 and len(part) == len(scale)
-        else scale.narrow(0, start // max(part[0].numel(), 1), len(part))
-        for part, start, scale in zip(parts, starts, scales, strict=True)
+        each if start == 0 and len(part) == len(each) else each.narrow(0, start // max(part[0].numel(), 1), len(part))
+        for part, start, each in zip(parts, starts, state, strict=True)
     ]
 
 
@@ -303,7 +301,6 @@ def row_size(state: dict[str, Tensor]) -> int:
 
 def in_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return a tensor's state with codes in rows, as their scales are, and all other tensors flat."""
-    codes = {name.removesuffix("_scale"): len(scale) for name, scale in state.items() if "scale" in name}
+    codes = [name.removesuffix("_scale") for name in state if "scale" in name]
     flat = {name: each.view(-1) for name, each in state.items() if name not in codes and "scale" not in name}
-    blocks = {name: state[name].view(rows, row_size(state)) for name, rows in codes.items()}
-    return flat | blocks | {name: each for name, each in state.items() if "scale" in name}
+    return flat | {name: each.flatten(1) for name, each in state.items() if name not in flat}

@@ -49,10 +49,10 @@ def came(
     excess = (rms_u / o.clip_threshold).clamp(min=1)
     u = u / excess.to(dtype)  # CAME-clip
 
-    m = beta1 * dequantize("exp_avg", state).to(dtype) + (1 - beta1) * u  # CAME-m
+    m = beta1 * dequantize("exp_avg", state, u.shape).to(dtype) + (1 - beta1) * u  # CAME-m
     new_state |= quantize("exp_avg", m, state)
     # From here on the average is used as it is stored, in the residual too, so that every backend may read it back.
-    m = dequantize("exp_avg", new_state).to(dtype)
+    m = dequantize("exp_avg", new_state, u.shape).to(dtype)
 
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:

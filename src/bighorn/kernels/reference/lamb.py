@@ -30,13 +30,13 @@ def lamb(
         g = g + o.weight_decay * x
 
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
-    m = beta1 * dequantize("exp_avg", state).to(dtype) + beta3 * g  # LAMB-m
+    m = beta1 * dequantize("exp_avg", state, g.shape).to(dtype) + beta3 * g  # LAMB-m
     v = dequantize("exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
     # From here on the moments are used as they are stored, so that every backend may read them back.
     new_state = quantize("exp_avg", m, state)
     new_state |= quantize("exp_avg_sq", v, state, dither)
-    m, v = (dequantize(name, new_state).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    m, v = (dequantize(name, new_state, g.shape).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
         v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)
         new_state |= quantize("max_exp_avg_sq", v, state)

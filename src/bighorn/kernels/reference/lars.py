@@ -32,9 +32,9 @@ def lars(
 
     before, after = (o.lr * q, 1.0) if o.lr_in_momentum else (q, o.lr)
     u = before.to(dtype) * u
-    m = o.momentum * dequantize("exp_avg", state).to(dtype) + u  # LARS-m
+    m = o.momentum * dequantize("exp_avg", state, u.shape).to(dtype) + u  # LARS-m
     new_state = quantize("exp_avg", m, state)
-    m = dequantize("exp_avg", new_state).to(dtype)  # as it is stored, so that every backend may read it back
+    m = dequantize("exp_avg", new_state, u.shape).to(dtype)  # as it is stored, so that every backend may read it back
     x = x - after * (u + o.momentum * m if o.nesterov else m)  # LARS-x
     return x, new_state, torch.stack([weight_norm, update_norm, q])
 

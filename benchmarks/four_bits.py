@@ -142,7 +142,7 @@ def errors_of_steps(data: str | None, steps: int) -> dict[str, dict[str, float]]
 
 def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
     """Return the loss on test data of a run with the momentum in a form."""
-    tried, block = FORMS.get(name, (codec.SQUARES, codec.BLOCK))
+    tried, block = FORMS.get(name, (codec.NIBBLES, codec.BLOCK))
     before, codec.MOMENT_FORMS["exp_avg"][torch.uint8] = codec.MOMENT_FORMS["exp_avg"][torch.uint8], tried
     try:
         with blocks_of(block):

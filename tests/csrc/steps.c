@@ -29,7 +29,7 @@ static void free_all(void) {
     while (allocations) free(allocated[--allocations]);
 }
 
-static size_t bytes_of(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : type == INT8 ? 1 : 2; }
+static size_t bytes_of(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : type >= INT8 ? 1 : 2; }
 
 /* Values in (-1, 1); the seed is different for each tensor. */
 static void *values(int64_t count, int type, uint32_t seed) {
@@ -245,7 +245,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
     came_rows[rows] = (FactoredRow){
         .weights = weights_of(rows, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
-        .exp_avg_scale = state_type == INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
+        .exp_avg_scale = state_type >= INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
         .exp_avg_sq = factored ? NULL : zeros(size, wide),
         .exp_avg_sq_row = factored ? zeros(matrices * height, wide) : NULL,
         .exp_avg_sq_col = factored ? zeros(matrices * width, wide) : NULL,
@@ -295,10 +295,12 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
         .scale_parameter = 1,
     };
     rows = 0;
-    for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
+    for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++) {
+        const int64_t *shape = SHAPES[i], inner = shape[0] > 1 ? shape[1] * shape[2] : shape[2];
         for (int k = 0; k < (i ? 8 : 1); k++)
-            add_came(SHAPES[i][0], SHAPES[i][1], SHAPES[i][2], doubles ? STORED_DOUBLE : (k + (int)i) % STORED_WAYS,
-                     STATE_TYPES[doubles][k % 4], k < 6);
+            add_came(shape[0], shape[1], shape[2], doubles ? STORED_DOUBLE : (k + (int)i) % STORED_WAYS,
+                     k == 2 && !doubles && inner % 2 == 0 ? INT4 : STATE_TYPES[doubles][k % 4], k < 6);
+    }
     for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
     double *beta2s = zeros(rows, sizeof(double));
     for (int i = 0; i < rows; i++) beta2s[i] = 0.999;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -177,7 +177,7 @@ NIBBLES = {**DAMAGE, "a-code-that-is-never-written": ("exp_avg", lambda codes: c
 @for_every("damage", DAMAGE)
 @pytest.mark.parametrize("at_hand", [None, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("saved", ["int8", "int4"])
-def test_damaged_codes(damage: str, saved: str, at_hand: str | None, kind: Kind) -> None:
+def test_damaged_codes(damage: str, saved: Literal["int8", "int4"], at_hand: str | None, kind: Kind) -> None:
     name, spoil, message = (DAMAGE if saved == "int8" else NIBBLES)[damage]
     parameter = Parameter(torch.ones(64, 64))
     optimizer = kind([parameter], lr=0.1, state_dtype=saved)

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, SIGNED, SQUARES, UNSIGNED, Form
+from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, NIBBLES, SIGNED, UNSIGNED, Form
 from bighorn.kernels.rounding import LOW, Rounding
 from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
@@ -26,7 +26,7 @@ FORMS: dict[str, Form] = {
     "linear": LINEAR,
     "signed": SIGNED,
     "unsigned": UNSIGNED,
-    "squares": SQUARES,
+    "nibbles": NIBBLES,
     "half": HALF,
     "half-root": HALF_ROOT,
 }
@@ -34,7 +34,7 @@ CODES: dict[Form, Tensor] = {
     LINEAR: torch.arange(-127, 128, dtype=torch.int8),
     SIGNED: torch.arange(-127, 128, dtype=torch.int8),
     UNSIGNED: torch.arange(256, dtype=torch.uint8),
-    SQUARES: torch.arange(-7, 8, dtype=torch.int8),
+    NIBBLES: torch.arange(-7, 8, dtype=torch.int8),
     HALF: torch.arange(0x3C01, dtype=torch.int16).view(torch.float16),  # 0 to 1
     HALF_ROOT: torch.arange(0x3C01, dtype=torch.int16).view(torch.float16),
 }
@@ -76,7 +76,7 @@ def test_codes_rise_with_values(form: Form) -> None:
     assert shares[-1] == 1
 
 
-BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, SQUARES: 13 / 98, HALF: 2**-12, HALF_ROOT: 2**-11}
+BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, NIBBLES: 1 / 14, HALF: 2**-12, HALF_ROOT: 2**-11}
 """The largest error of a value, relative to its block's largest: about half the distance of the two upper codes."""
 
 

@@ -92,10 +92,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
         """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
-        dtypes, in_blocks = (
-            {"exp_avg": moments_dtype(param, group["state_dtype"])},
-            group["state_dtype"] in self.block_dtypes,
-        )
+        dtypes, in_blocks = {"exp_avg": moments_dtype(param, group["state_dtype"])}, self.in_blocks(group)
         spec = moments_spec(param, dtypes, in_blocks, stacked, group["min_8bit_size"])
         if not self.shape_of(group, param)[0]:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
@@ -153,9 +150,9 @@ class Came(KernelOptimizer):
             parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
             -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
             `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" (blocks of 256 in a
-            row, each with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and columns
-            are never below float32. Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (blocks of
+            256 in a row, each with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and
+            columns are never below float32. With "int4", rows of an odd number of elements have 8 bits. Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;

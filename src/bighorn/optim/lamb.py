@@ -62,7 +62,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
-        if group["second_moment"] == "amsgrad" and group["state_dtype"] in self.block_dtypes:
+        if group["second_moment"] == "amsgrad" and self.in_blocks(group):
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
@@ -75,8 +75,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
         if group["state_dtype"] in ("int8", "int4"):
             dtypes["exp_avg_sq"] = torch.uint8
-        in_blocks = group["state_dtype"] in self.block_dtypes
-        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
+        return moments_spec(param, dtypes, self.in_blocks(group), int(group["stacked"]), group["min_8bit_size"])
 
     def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
         """The options of the group, and whether the bucket has a trust ratio."""
@@ -128,10 +127,10 @@ class Lamb(KernelOptimizer):
             `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks
-            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
-            bfloat16 the second moment stops following small gradients; with float16 and "int8" it does not. Default:
-            None.
+        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, torch.float16, "int8" or "int4" (the last
+            three in blocks of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64
+            parameters). With bfloat16 the second moment stops following small gradients; with the others it does not.
+            With "int4" it has 8 bits, as the first one in rows of an odd number of elements. Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;

@@ -43,8 +43,7 @@ class LarsAlgorithm(Algorithm[LarsOptions]):
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The momentum, in one dtype or in blocks."""
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
-        in_blocks = group["state_dtype"] in self.block_dtypes
-        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
+        return moments_spec(param, dtypes, self.in_blocks(group), int(group["stacked"]), group["min_8bit_size"])
 
     def kernel_options(self, group: Group, variant: Variant) -> LarsOptions:
         """The options of the group, and whether the bucket has a trust ratio."""
@@ -90,9 +89,9 @@ class Lars(KernelOptimizer):
             None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16 or "int8" (both in blocks
-            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). Default:
-            None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" or "int4"
+            (the last three in blocks of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for
+            float64 parameters). With "int4", rows of an odd number of elements have 8 bits. Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters, as for `bighorn.Lamb`: "nearest",

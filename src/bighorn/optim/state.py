@@ -26,9 +26,9 @@ MOMENT_DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes of moments, under the names that checkpoints use; a byte of "int4" has two codes.
 
-In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`). CAME keeps the momentum in
-blocks in int8 and int4, and without scales in float16, since it is near 1; its second moment is averages of many elements, which
-take next to no memory.
+In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`), and the second one never in
+4 bits. CAME keeps the momentum in blocks in int8 and int4, and without scales in float16, since it is near 1; its
+second moment is averages of many elements, which take next to no memory.
 """
 
 REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -49,8 +49,8 @@ class StateTensorSpec:
         dtype: The dtype of the tensor.
         dims: The parameter's dims that the tensor has, in order.
         block: The elements of a row that share one element of the tensor: `codec.BLOCK` for scales, 2 for packed codes.
-            The last of `dims` is then that of rows, and a further dim is that of the blocks of a row. Default: None, for
-            as many elements as the parameter has.
+            The last of `dims` is then that of rows, and a further dim is that of the blocks of a row. Default: None:
+            each element has its own.
         numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
     """
 
@@ -217,8 +217,9 @@ def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, w
         ((scales < 0) | scales.isinf()).any() or codec.never_written(name, values).any()
     ):
         raise ValueError(
-            f"state {name!r} of {what} holds codes or scales that are never written (a code -128 of 8 bits or -8 of 4, a "
-            "scale below 0 or infinite): it is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+            f"state {name!r} of {what} holds codes or scales that are never written (a code -128 of 8 bits or -8 of 4, "
+            "a scale below 0 or infinite): it is damaged. Load another checkpoint, or drop optimizer.state of this "
+            "parameter"
         )
 
 

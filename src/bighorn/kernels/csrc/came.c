@@ -40,6 +40,7 @@ static void begin(CameWork *c, CameStep *s, int64_t index, const RowShare *share
         .beta1 = (real)o->betas[0],
         .beta1_rest = (real)(1 - o->betas[0]),
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
+        .dither = dither_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
         .residual = factored_average(w, row->exp_avg_res_row, row->exp_avg_res_col, o->betas[2], o->eps[1]),
     };
 }

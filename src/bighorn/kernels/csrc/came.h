@@ -11,6 +11,7 @@ typedef struct {
     real clip;              /* the factor of u */
     real step, decay;       /* x <- decay x - step m / sqrt(S) */
     uint32_t rng_key;       /* the key of the random bits */
+    uint32_t dither;        /* the dither phase */
     FactoredAverage residual;
 } CameFactors;
 

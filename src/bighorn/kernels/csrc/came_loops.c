@@ -12,16 +12,16 @@ static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_
 static real *read_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
-    else if (row->state_type == INT4) decode(CODEC_SQUARES, &data, start, n, buffer);
+    else if (row->state_type == INT4) decode(CODEC_NIBBLES, &data, start, n, buffer);
     else return widen(row->exp_avg, row->state_type, start, n, buffer);
     return buffer;
 }
 
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
-static void write_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
+static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start, int n, real *buffer) {
     const CodecData data = codes_of(row);
-    if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer);
-    else if (row->state_type == INT4) encode(CODEC_SQUARES, &data, start, n, buffer);
+    if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
+    else if (row->state_type == INT4) encode(CODEC_NIBBLES, &data, start, n, buffer, f->dither);
     else narrow(buffer, n, row->exp_avg, row->state_type, start);
     read_m(row, start, n, buffer);
 }
@@ -91,7 +91,7 @@ static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, 
     for (int i = 0; i < n; i++) u[i] = update_of(g[i], r, c[i]);
     if (!apart) {
         for (int i = 0; i < n; i++) m[i] = averaged(f, m[i], u[i]);
-        write_m(row, start, n, m);
+        write_m(row, f, start, n, m);
     }
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
@@ -158,7 +158,7 @@ static void momentum_apart(const FactoredJob *job, const CameFactors *f, int64_t
             for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
                 m[i] = averaged(f, m[i], update_of(g[i], r, column_factor(col[j])));
         }
-        write_m(row, start, n, m);
+        write_m(row, f, start, n, m);
     }
 }
 
@@ -239,7 +239,7 @@ static void momentum_and_apply(const FactoredJob *job, const CameFactors *f, int
         const real *restrict v = (const real *)row->exp_avg_sq + s.start;
         real *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(f, m[i], update_of(g[i], f->clip, column_factor(v[i])));
-        write_m(row, s.start, s.n, m);
+        write_m(row, f, s.start, s.n, m);
         real *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, f->step, f->decay);
         write_weights(&row->weights, f->rng_key, s.start, s.n, x);

@@ -5,12 +5,11 @@
 #include "rounding.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 enum { CODEC_BLOCK_ELEMS = 256 };
 
 /* The conversion of a value's share of its block's scale to a code. */
-enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT, CODEC_SQUARES };
+enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT, CODEC_NIBBLES };
 
 /* ---- positions of blocks --------------------------------------------------------------------------------- */
 
@@ -59,7 +58,10 @@ typedef struct {
 /* The number that the largest code stands for: in CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power
  * of 2 that suits the bit operations. */
 FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
-    return form == CODEC_LINEAR ? 127 : form == CODEC_SQUARES ? 49 : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f : 1;
+    return form == CODEC_LINEAR                             ? 127
+           : form == CODEC_NIBBLES                          ? 7
+           : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f
+                                                            : 1;
 }
 
 FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale) {
@@ -92,35 +94,31 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
-/* The codes and scales of CODEC_LINEAR, or of CODEC_SQUARES, two codes to a byte. */
+/* The codes and scales of CODEC_LINEAR, or of CODEC_NIBBLES, two codes to a byte. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int64_t inner;
 } CodecData;
 
-/* The numbers that the codes of a byte stand for: those of its lower and of its upper bits. */
-static inline int first_square(int8_t both) {
-    const int code = (int8_t)(both << 4) >> 4;
-    return code * abs(code);
-}
-
-static inline int second_square(int8_t both) { return (both >> 4) * abs(both >> 4); }
+/* The codes of a byte. */
+static inline int first_nibble(int8_t both) { return (int8_t)(both << 4) >> 4; }
+static inline int second_nibble(int8_t both) { return both >> 4; }
 
 FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
                                   real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(form, data->scales[part.scale]).unit;
-        if (form == CODEC_SQUARES) {
+        if (form == CODEC_NIBBLES) {
             const int8_t *restrict codes = data->codes + part.start / 2;
             const int odd = part.start & 1, pairs = (part.size - odd) / 2;
-            if (odd) *out = second_square(*codes) * unit;
+            if (odd) *out = second_nibble(*codes) * unit;
 #pragma omp simd
             for (int i = 0; i < pairs; i++) {
-                out[odd + 2 * i] = first_square(codes[odd + i]) * unit;
-                out[odd + 2 * i + 1] = second_square(codes[odd + i]) * unit;
+                out[odd + 2 * i] = first_nibble(codes[odd + i]) * unit;
+                out[odd + 2 * i + 1] = second_nibble(codes[odd + i]) * unit;
             }
-            if (odd + 2 * pairs < part.size) out[part.size - 1] = first_square(codes[odd + pairs]) * unit;
+            if (odd + 2 * pairs < part.size) out[part.size - 1] = first_nibble(codes[odd + pairs]) * unit;
         } else {
             const int8_t *restrict codes = data->codes + part.start;
 #pragma omp simd
@@ -130,11 +128,12 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
     }
 }
 
-/* Encodes elements [start, start + n), which must be whole blocks. */
+/* Encodes elements [start, start + n), which must be whole blocks. `phase` is the dither phase of the tensor's first
+ * element; CODEC_NIBBLES uses it. */
 FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
-                                  const real *restrict values) {
+                                  const real *restrict values, uint32_t phase) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
-        int8_t *restrict codes = data->codes + (form == CODEC_SQUARES ? part.start / 2 : part.start);
+        int8_t *restrict codes = data->codes + (form == CODEC_NIBBLES ? part.start / 2 : part.start);
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
@@ -146,12 +145,13 @@ FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *da
         for (int i = 0; i < part.size; i++) ready[i] = (float)values[i];
         make_ready(ready, part.size, &scale);
         data->scales[part.scale] = scale.scale;
-        if (form == CODEC_SQUARES) {
+        if (form == CODEC_NIBBLES) {
             int8_t each[CODEC_BLOCK_ELEMS];
 #pragma omp simd
             for (int i = 0; i < part.size; i++) {
-                const float above = fabsf(ready[i]) * scale.factor - 0.25f;
-                const int code = (int)(sqrtf(above > 0 ? above : 0) + 0.5f);
+                const uint32_t dither = phase + (uint32_t)(part.start + i) * DITHER_STRIDE;
+                const int in_2_16ths = (int)(fabsf(ready[i]) * scale.factor * 0x1p16f + 0.5f);
+                const int code = (in_2_16ths + (int)(dither >> 16)) >> 16;
                 each[i] = (int8_t)(ready[i] < 0 ? -code : code);
             }
 #pragma omp simd

@@ -6,8 +6,9 @@ follow `reference/came.py`, which has the details.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,13 +16,13 @@ from torch import Tensor
 from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import compute_dtype, count_step, one_minus_power, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
-from bighorn.kernels.codec import dequantize, quantize
+from bighorn.kernels.codec import NEAREST, Dither, dequantize, quantize
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.foreach.stacks import ALL, Index, Stack, batches, slices, stacked
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference import came as reference
 from bighorn.kernels.reference.came import row_axis
-from bighorn.kernels.rounding import AUX_STATE, load_weight, positions, random_bits, rng_key, store_weight
+from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, positions, random_bits, rng_key, store_weight
 from bighorn.square_sums import square_sums
 
 Values = Callable[[Index], Tensor]
@@ -244,7 +245,8 @@ class Batch:
         m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
         if self.wholes["exp_avg"].dtype == self.dtype and self.apply_mask is None:
             return m  # it was computed in place
-        new = [quantize("exp_avg", each, self.wholes) for each in self.in_rows("x", m)]
+        rows = zip(self.in_rows("x", m), self.shifts(at), strict=False)
+        new = [quantize("exp_avg", each, self.wholes, shifts) for each, shifts in rows]
         for name in new[0]:
             target = self.wholes[name][at if name == "exp_avg" and not self.in_blocks else at[:2]]
             write(target, joined([each[name] for each in new], target), self.apply_mask)
@@ -291,21 +293,31 @@ class Batch:
         """Return a piece of the parameter's aux state."""
         return {name: self.wholes[name][at] for name in AUX_STATE[self.options.weight_rounding]}
 
+    def shifts(self, at: Index) -> Iterator[Dither]:
+        """Yield the dither of a piece for each of `in_rows`."""
+        if not self.options.packed:
+            return itertools.repeat(NEAREST)
+        return iter(self.in_rows("x", dither(*self.positions(at)).view(self.wholes["x"][at].shape)))
+
     def bits(self, at: Index) -> Tensor | None:
         """Return random bits for a piece, if its rounding mode uses any."""
         if self.options.weight_rounding != "stochastic":
             return None
+        return random_bits(*self.positions(at)).view(self.wholes["x"][at].shape)
+
+    def positions(self, at: Index) -> tuple[Tensor | int, Tensor, Tensor]:
+        """Return the arguments of `random_bits` for the elements of a piece."""
         keys = [rng_key(self.options.rounding_seed, self.bucket.param_ids[i]) for i in self.rows]
         firsts = [self.bucket.row_offsets[i] for i in self.rows]
         if len(self.rows) == 1:
             whole, piece = self.g.whole.shape[1:], self.g.whole[at].shape[1:]
             index = positions(piece, [along.start or 0 for along in at[1:]], whole, self.device) + firsts[0]
-            return random_bits(keys[0], self.t, index).unsqueeze(0)
+            return keys[0], self.t, index
         sizes = [tensor.numel() for tensor in self.g.tensors]
         batch = id(self.bucket), self.rows[0]
         numbers = (keys, pieces.shifts(sizes, firsts))
         sent = [self.scratch.numbers((i, *batch), each, self.device) for i, each in enumerate(numbers)]
-        return random_bits(*pieces.positions_of(sent, self.t, sizes)).view_as(self.wholes["x"])
+        return pieces.positions_of(sent, self.t, sizes)
 
     def gradient(self, at: Index) -> Tensor:
         """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""

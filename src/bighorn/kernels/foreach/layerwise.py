@@ -223,8 +223,7 @@ class Batch(Generic[Options]):
                 if not all_values:
                     continue
                 values = [all_values[i] for i in concat.indices]
-                shift = shifts if name == "exp_avg_sq" else NEAREST
-                new = quantize(name, end_to_end(values).view(shape), state, shift)
+                new = quantize(name, end_to_end(values).view(shape), state, shifts)
                 rounded = dequantize(name, {**state, **new}).flatten()
                 torch._foreach_copy_(values, list(split_like(rounded, values)))
                 for key, value in new.items() if not discard else ():

@@ -25,7 +25,6 @@ def came(
 ) -> Rule:
     """Make step `t` (from 1) of one tensor: new x, new state, and [RMS of u, its clip factor, mean confidence]."""
     o, (beta1, beta2, beta3), (eps1, eps2) = options, options.betas, options.eps
-    del dither  # CAME's state is not dithered
     dtype = x.dtype
     if shard.numel == 0:
         return x, state, torch.tensor([0.0, 1.0, 1.0], device=x.device)
@@ -50,7 +49,7 @@ def came(
     u = u / excess.to(dtype)  # CAME-clip
 
     m = beta1 * dequantize("exp_avg", state, u.shape).to(dtype) + (1 - beta1) * u  # CAME-m
-    new_state |= quantize("exp_avg", m, state)
+    new_state |= quantize("exp_avg", m, state, dither)
     # From here on the average is used as it is stored, in the residual too, so that every backend may read it back.
     m = dequantize("exp_avg", new_state, u.shape).to(dtype)
 

@@ -33,9 +33,10 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
-    """Whether a bucket's step uses random bits, for weights, or dither, for a second moment in 8 bits."""
-    in_8_bits = any(tensor.dtype == torch.uint8 for tensor in bucket.state.get("exp_avg_sq", [])[:1])
-    return bucket.options.weight_rounding == "stochastic" or in_8_bits
+    """Whether a bucket's step uses random bits, for weights, or dither, for moments of the dtype uint8."""
+    moments = (bucket.state.get(name, [])[:1] for name in ("exp_avg", "exp_avg_sq"))
+    dithered = any(tensor.dtype == torch.uint8 for first in moments for tensor in first)
+    return bucket.options.weight_rounding == "stochastic" or dithered
 
 
 class Stepper(Generic[Options]):

@@ -1,14 +1,17 @@
 """What CAME's momentum loses in 4 bits: the code of `kernels/codec.py` beside others, by block and by rounding.
 
     python benchmarks/four_bits.py [--steps N] [--seeds N] [--data FILE]
+    python benchmarks/four_bits.py --page
 
 First the error of the step: a small GPT is trained with the momentum in float32, on the task `text`. Beside it the
 momentum of each matrix is kept in every form too, advanced by the same u and rounded at each step; the error is that of
 m relative to its norm. Then training itself, for the forms of `TRAINED`: the loss on test data after as many steps.
-Writes benchmarks/results/four-bits.json.
+Writes benchmarks/results/four-bits.json, and with --page only its table in docs/precision-results.md.
 """
 
 import argparse
+import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,6 +32,9 @@ from bighorn.kernels import codec
 from bighorn.kernels.codec import Form
 
 HERE = Path(__file__).parent
+RESULT = HERE / "results" / "four-bits.json"
+PAGE = HERE.parent / "docs" / "precision-results.md"
+TABLE = re.compile(r"(<!-- table of four-bits\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 BETA1, EVERY = 0.9, 10
 VALUES = {
     "linear": torch.arange(8) / 7,
@@ -154,12 +160,33 @@ def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
         codec.MOMENT_FORMS["exp_avg"][torch.uint8] = before
 
 
+def table(found: dict[str, Any]) -> str:
+    """Return the losses of the forms that were trained, beside float32's of the same seeds, and their errors."""
+    exact = found["losses"]["float32"]
+    head = ("codes, block, rounding", "error of m", "loss", "beside float32")
+    rows = [f"| {' | '.join(head)} |", "|---|---|---|---|"]
+    for name, losses in found["losses"].items():
+        error = f"{found['errors'][name]['median']:.0%}" if name in found["errors"] else ""
+        beside = ", ".join(f"{loss - other:+.4f}" for loss, other in zip(losses, exact, strict=True))
+        rows.append(f"| {name} | {error} | {', '.join(f'{loss:.4f}' for loss in losses)} | {beside} |")
+    return "\n".join(rows) + "\n"
+
+
+def written() -> str:
+    """Return the page with the table of the results."""
+    return TABLE.sub(lambda match: match[1] + table(json.loads(RESULT.read_text())) + match[2], PAGE.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data")
+    parser.add_argument("--page", action="store_true")
     arguments = parser.parse_args()
+    if arguments.page:
+        files.write_text(PAGE, written())
+        return
     torch.manual_seed(0)
     results = {
         **provenance(f"python benchmarks/four_bits.py --steps {arguments.steps} --seeds {arguments.seeds}"),
@@ -173,7 +200,7 @@ def main() -> None:
         losses = [loss_of(name, arguments.data, arguments.steps, seed) for seed in seeds]
         results["losses"][name] = losses
         print(f"{name:30}", *(f"{value:8.4f}" for value in losses), flush=True)
-        files.write_json(HERE / "results" / "four-bits.json", results)
+        files.write_json(RESULT, results)
 
 
 if __name__ == "__main__":

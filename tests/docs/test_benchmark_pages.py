@@ -28,12 +28,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
-NAMES = ("scale", "eight_bit", "precision_table", "lora", "adapters", "offload", "offload_peers")
-scale, eight_bit, precision_table, lora, adapters, offload, offload_peers = map(script, NAMES)
+NAMES = ("scale", "eight_bit", "precision_table", "four_bits", "lora", "adapters", "offload", "offload_peers")
+scale, eight_bit, precision_table, four_bits, lora, adapters, offload, offload_peers = map(script, NAMES)
 front = script("front")
 
 
-@for_every("source", [scale, eight_bit, precision_table, lora, adapters, offload, offload_peers], ids=NAMES)
+@for_every("source", [scale, eight_bit, precision_table, four_bits, lora, adapters, offload, offload_peers], ids=NAMES)
 def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
     """To update a table, run `python benchmarks/scale.py`, or `eight_bit.py` or `precision_table.py` with `--page`."""
     assert source.PAGE.read_text() == source.written()

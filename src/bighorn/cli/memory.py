@@ -24,7 +24,7 @@ from bighorn.cli.values import bytes_in, check_name, names, read_options, sugges
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model", "hf_config")
-SHOWN = tuple(name for name in FOOTPRINTS if name not in ("came-fp16", "lars", "lars-int8"))
+SHOWN = tuple(name for name in FOOTPRINTS if name not in ("came-fp16", "came-int4", "lamb-int4", "lars", "lars-int8"))
 """The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``, and ``lars`` that of ``sgd``."""
 LISTED, MOST_PARTS = 10, 5
 """The kinds of layers that the terminal lists, and those with a colour of their own in the report's bars."""

@@ -150,16 +150,17 @@ class Came(KernelOptimizer):
             parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
             -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
             `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (blocks of
-            256 in a row, each with a scale), or None for float32 (float64 for float64 parameters). Averages of rows and
-            columns are never below float32. With "int4", rows of an odd number of elements have 8 bits. Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (both
+            in blocks of 256 in a row, each with a scale), or None for float32 (float64 for float64 parameters). With
+            "int4", rows of an odd number of elements have 8 bits. Averages of rows and columns are never below float32.
+            Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
             float32 in the state. Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic", which otherwise depend only on the step, the
-            parameter's name (or its indices in `param_groups`) and the element. Default: 0.
+        rounding_seed: The seed of the random bits of "stochastic" and "int4", which otherwise depend only on the step,
+            the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
         grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
             part of the model's parameters: pipeline stages, or ZeroRedundancyOptimizer, for which
             `bighorn.shard_update` sets it. *Whole optimizer.* Default: None.

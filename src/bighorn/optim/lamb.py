@@ -136,8 +136,8 @@ class Lamb(KernelOptimizer):
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
             float32 in the state. Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic" and of "int8", which otherwise depend only on the
-            step, the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
+        rounding_seed: The seed of the random bits of "stochastic", "int8" and "int4", which otherwise depend only on
+            the step, the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
         grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
             part of the model's parameters: pipeline stages, or ZeroRedundancyOptimizer, for which
             `bighorn.shard_update` sets it. *Whole optimizer.* Default: None.

@@ -26,9 +26,9 @@ MOMENT_DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes of moments, under the names that checkpoints use; a byte of "int4" has two codes.
 
-In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`), and the second one never in
-4 bits. CAME keeps the momentum in blocks in int8 and int4, and without scales in float16, since it is near 1; its
-second moment is averages of many elements, which take next to no memory.
+In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`), the second one in 8 bits
+beside a first one in 4. CAME keeps the momentum in blocks in int8 and int4, and without scales in float16, since it is
+near 1; its second moment is averages of many elements, which take next to no memory.
 """
 
 REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -68,6 +68,7 @@ ROWS = {
     "lamb-master": Row(lamb(weight_rounding="master"), 79, LOW),
     "came": Row(came(), 199),
     "came-int8": Row(came(state_dtype="int8"), 421),
+    "came-int4": Row(came(state_dtype="int4"), 549),
     "came-stochastic": Row(came(weight_rounding="stochastic"), 317, LOW),
     "came-kahan": Row(came(weight_rounding="kahan"), 255, LOW),
     "came-master": Row(came(weight_rounding="master"), 221, LOW),

@@ -186,6 +186,12 @@ RUNS: Mapping[str, Run] = {
         compares_state=True,
         not_on=("columns", "both-dims", "fsdp-and-tp"),
     ),
+    "came-int4": Run(
+        ExactCame,
+        {"state_dtype": "int4", "eps": (1e-3, 1e-3)},
+        compares_state=True,
+        not_on=("columns", "both-dims", "fsdp-and-tp"),
+    ),
     # The second moment takes random bits, which must be those of the element in the whole tensor.
     "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
     "lamb-cpu": Run(

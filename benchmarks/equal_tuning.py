@@ -1,32 +1,96 @@
 """The comparisons at equal tuning in docs/study-equal-tuning.md: writes their tables from benchmarks/results.
 
+    python benchmarks/equal_tuning.py
+
 Each optimizer got the same number of trials at each batch size, of which validation data chose one; then fresh seeds
-trained with it, and the test data were looked at. The page says where the tables of NAME.json are.
+trained with it, and the test data were looked at. The page says where the tables of NAME.json are; the pictures are
+docs/NAME.svg and docs/NAME-rates.svg.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import textwrap
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import equal_pictures
+from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.verdict import interval
+from equal_pictures import BASELINE
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "study-equal-tuning.md", ROOT / "benchmarks" / "results"
-TABLES = re.compile(r"(<!-- equal tuning of (\S+) -->\n).*?(<!-- end of the table -->)", re.DOTALL)
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PAGE = DOCS / "study-equal-tuning.md"
+TABLES = re.compile(r"(<!-- (equal tuning|four rates|summary) of (\S+) -->\n).*?(<!-- end of the table -->)", re.DOTALL)
 
-HEAD = (
-    *("optimizer", "test accuracy (min-max)", "points from adamw"),
-    *("good trials", "their rates", "first good", "state"),
-)
+GOOD = {"accuracy": 0.01, "loss": 0.05}
+"""A trial is good if it is so near to the best one of its optimizer at this batch size: a point, or 0.05 nats."""
 
-GOOD = 0.01
-"""A trial is good if it is within a point of the best one of its optimizer at this batch size."""
+CLASSES = {"equal-digits": 10, "equal-lenet": 10, "equal-characters": 66}
+LOST = 0.99
+"""A trial is lost if it diverged, or has at least this share of the loss of a uniform guess among the classes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An optimizer at a batch size, as the file has it."""
+
+    saved: dict[str, Any]
+    classes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer."""
+        return str(self.saved["name"])
+
+    @property
+    def batch(self) -> int:
+        """The batch size."""
+        return int(self.saved["config"]["batch_size"])
+
+    @cached_property
+    def metric(self) -> str:
+        """The metric that decides."""
+        return "accuracy" if "accuracy" in self.saved else "loss"
+
+    @property
+    def finals(self) -> dict[int, float]:
+        """The metric on test data by seed; infinite for a run that diverged."""
+        return {run["seed"]: _value(run, self.metric) for run in self.saved["final"]}
+
+    @property
+    def trials(self) -> list[tuple[float, float]]:
+        """Rate and metric on validation data of each trial, in the order in which they were tried."""
+        return [(run["lr"], _value(run, self.metric)) for run in self.saved["tuning"]]
+
+    @property
+    def good(self) -> list[bool]:
+        """Which trials are good."""
+        values, sign = [value for _, value in self.trials], 1 if is_share(self.metric) else -1
+        best = max(sign * value for value in values)
+        return [sign * value >= best - GOOD[self.metric] for value in values]
+
+    @property
+    def lost(self) -> int:
+        """The number of trials that are lost."""
+        losses = [_value(run, "loss") for run in self.saved["tuning"]]
+        return sum(not loss < LOST * math.log(self.classes) for loss in losses)
+
+    def ahead(self, other: Cell, comparisons: int) -> tuple[float, float]:
+        """How far the metric is above another's, with the half-width of the interval, paired over seeds."""
+        theirs = other.finals
+        return interval([value - theirs[seed] for seed, value in self.finals.items()], comparisons)
+
+
+def _value(run: dict[str, Any], key: str) -> float:
+    return math.inf if run[key] is None else float(run[key])
 
 
 def load(name: str) -> dict[str, Any]:
@@ -35,55 +99,148 @@ def load(name: str) -> dict[str, Any]:
     return saved
 
 
-def figures(cell: dict[str, Any], baseline: dict[str, Any], metric: str, comparisons: int) -> list[str]:
+def cells_of(name: str) -> dict[int, list[Cell]]:
+    """Return the cells of a comparison by batch size."""
+    cells = sorted((Cell(each, CLASSES.get(name, 10)) for each in load(name)["cells"]), key=lambda cell: cell.batch)
+    return {batch: list(group) for batch, group in groupby(cells, key=lambda cell: cell.batch)}
+
+
+def verdict(cell: Cell, row: list[Cell]) -> tuple[float, float]:
+    """Return how far a cell is above the baseline at its batch size, corrected for the comparisons with it."""
+    return cell.ahead(next(each for each in row if each.name == BASELINE), len(row) - 1)
+
+
+def difference(cell: Cell, row: list[Cell]) -> str:
+    """Return the difference from the baseline in words, in bold if it is settled; nothing for the baseline."""
+    if cell.name == BASELINE:
+        return ""
+    share = is_share(cell.metric)
+    mean, half = verdict(cell, row)
+    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if share else f"{mean:+.3f} +- {half:.3f}"
+    return f"**{words}**" if abs(mean) > half else words
+
+
+def spread(cell: Cell) -> str:
+    """Return mean, lowest and highest of the final runs."""
+    values = list(cell.finals.values())
+    mean, low, high = (metric_text(cell.metric, each) for each in (statistics.fmean(values), min(values), max(values)))
+    return f"{mean} ({low}-{high})"
+
+
+def figures(cell: Cell, row: list[Cell]) -> list[str]:
     """Return a row of the table: results on test data, and what the trials say about tuning."""
-    finals = [run[metric] for run in cell["final"]]
-    theirs = {run["seed"]: run[metric] for run in baseline["final"]}
-    differences = [run[metric] - theirs[run["seed"]] for run in cell["final"]]
-    trials = [run[metric] for run in cell["tuning"]]
-    good = [run["lr"] for run in cell["tuning"] if run[metric] >= max(trials) - GOOD]
-    first = next(number for number, value in enumerate(trials, start=1) if value >= max(trials) - GOOD)
+    good = [lr for (lr, _), fine in zip(cell.trials, cell.good, strict=True) if fine]
     return [
-        cell["name"],
-        f"{statistics.fmean(finals):.1%} ({min(finals):.1%}-{max(finals):.1%})",
-        ""
-        if cell is baseline
-        else "{:+.1f} +- {:.1f}".format(*(100 * part for part in interval(differences, comparisons))),
-        f"{sum(value >= max(trials) - GOOD for value in trials)} of {len(trials)}",
-        f"{min(good):.2g} to {max(good):.2g}",
-        str(first),
-        f"{cell['state_bytes'] / 1e3:.0f} kB",
+        cell.name,
+        spread(cell),
+        difference(cell, row),
+        f"{len(good)} of {len(cell.trials)}",
+        f"{min(good):.2g} to {max(good):.2g}, x {_factor(max(good) / min(good))}",
+        str(1 + cell.good.index(True)),
+        str(cell.lost),
+        f"{cell.saved['state_bytes'] / 1e3:.0f} kB",
     ]
 
 
-def table(name: str) -> str:
-    """Return the tables of a comparison, one for each batch size; the baseline is AdamW."""
+def _factor(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _about(name: str) -> list[str]:
     saved = load(name)
-    metric, config = saved["config"].get("metric", "accuracy"), saved["config"]
-    cells = sorted(saved["cells"], key=lambda cell: cell["config"]["batch_size"])
-    names = {cell["name"] for cell in cells}
-    lines = [
+    config = saved["config"]
+    return [
         "```bash",
         " \\\n  ".join(textwrap.wrap(saved["command"], 80, break_long_words=False, break_on_hyphens=False)),
         "```",
         "",
-        f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {config['trials']} trials "
-        f"and {config['seeds']} seeds for each, as the command of commit {saved['commit'][:7]} did "
-        f"([all runs](../benchmarks/results/{name}.json)).",
+        f"{config['task'].rpartition(':')[2]} ({saved['data']['description']}), {config['epochs']:g} epochs, "
+        f"{config['trials']} trials and {config['seeds']} seeds for each, as the command of commit "
+        f"{saved['commit'][:7]} did ([all runs](../benchmarks/results/{name}.json)).",
     ]
-    for batch, group in groupby(cells, key=lambda cell: cell["config"]["batch_size"]):
-        rows = list(group)
-        baseline = next(cell for cell in rows if cell["name"] == "adamw")
-        lines += ["", f"At batch {batch:,} ({rows[0]['steps']:,} steps):", ""]
-        lines += ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
-        lines += ["| " + " | ".join(figures(cell, baseline, metric, len(names) - 1)) + " |" for cell in rows]
+
+
+def equal_table(name: str) -> str:
+    """Return the tables of a comparison, one for each batch size, and its pictures."""
+    lines = _about(name)
+    for batch, row in cells_of(name).items():
+        metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
+        head = ["optimizer", f"test {metric} (min-max)", f"{unit} from {BASELINE}", "good trials", "their rates"]
+        lines += ["", f"At batch {batch:,} ({row[0].saved['steps']:,} steps):", ""]
+        lines += _markdown([*head, "first good", "lost", "state"], [figures(cell, row) for cell in row])
+    cells = cells_of(name)
+    metric = next(iter(cells.values()))[0].metric
+    words = "; ".join(
+        f"{first.name} "
+        + ", ".join(
+            f"{metric_text(metric, statistics.fmean(cell.finals.values()))} at {batch:,}"
+            for batch, row in cells.items()
+            for cell in row
+            if cell.name == first.name
+        )
+        for first in next(iter(cells.values()))
+    )
+    lines += ["", f"![Test {metric} by batch size: {words}]({name}.svg)", ""]
+    lines += [f"![Best {metric} on validation data by range of the learning rate]({name}-rates.svg)"]
     return "\n".join(lines) + "\n"
+
+
+def rates_table(name: str) -> str:
+    """Return the table of a comparison on a grid of few rates."""
+    [row] = cells_of(name).values()
+    rates = sorted({lr for lr, _ in row[0].trials})
+    head = ["optimizer", *(f"held out, {lr:g}" for lr in rates), "test accuracy (min-max)", f"points from {BASELINE}"]
+    rows = [
+        [
+            cell.name,
+            *(metric_text(cell.metric, dict(cell.trials)[lr]) for lr in rates),
+            spread(cell),
+            difference(cell, row),
+        ]
+        for cell in row
+    ]
+    return "\n".join([*_about(name), "", *_markdown(head, rows)]) + "\n"
+
+
+def summary(names: str) -> str:
+    """Return how often each optimizer was ahead of the baseline and behind it, over all cells of some comparisons."""
+    found: dict[str, list[list[int]]] = {}
+    for name in names.split(","):
+        for row in cells_of(name).values():
+            for cell in row:
+                mean, half = (0.0, 0.0) if cell.name == BASELINE else verdict(cell, row)
+                better = mean if is_share(cell.metric) else -mean
+                counts = [better > half, abs(mean) <= half, -better > half, sum(cell.good), cell.lost, len(cell.trials)]
+                found.setdefault(cell.name, []).append([int(each) for each in counts])
+    rows = []
+    for name, cells in found.items():
+        ahead, equal, behind, good, lost, trials = map(sum, zip(*cells, strict=True))
+        verdicts = ["", "", ""] if name == BASELINE else [str(ahead), str(equal), str(behind)]
+        rows.append([name, *verdicts, f"{good / trials:.0%}", f"{lost / trials:.0%}"])
+    head = ["optimizer", f"ahead of {BASELINE}", "not settled", f"behind {BASELINE}", "good trials", "lost trials"]
+    return "\n".join(_markdown(head, rows)) + "\n"
+
+
+KINDS = {"equal tuning": equal_table, "four rates": rates_table, "summary": summary}
 
 
 def written() -> str:
     """Return the page with its tables written anew."""
-    return TABLES.sub(lambda match: match[1] + table(match[2]) + match[3], PAGE.read_text())
+    return TABLES.sub(lambda match: match[1] + KINDS[match[2]](match[3]) + match[4], PAGE.read_text())
+
+
+def pictures(name: str) -> dict[str, str]:
+    """Return the pictures of a comparison by the names of their files."""
+    cells = cells_of(name)
+    return {name: equal_pictures.by_batch(cells), f"{name}-rates": equal_pictures.by_rate(cells)}
 
 
 if __name__ == "__main__":
     PAGE.write_text(written())
+    for kind, name in re.findall(r"<!-- (equal tuning|four rates) of (\S+) -->", PAGE.read_text()):
+        for file, picture in pictures(name).items() if kind == "equal tuning" else ():
+            (DOCS / f"{file}.svg").write_text(picture)

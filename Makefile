@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger check docs dist cross cross-wheels format clean
+.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check docs dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -20,6 +20,7 @@ help:
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make ledger  count what steps do, into benchmarks/results/ledger.json; BECAUSE='the reason' if rows got worse"
+	@echo "make evidence   repeat a tenth of the published comparisons, minutes; MNIST=DIR TEXT=FILE for those that need data"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
@@ -198,6 +199,12 @@ gpu:
 BECAUSE ?=
 ledger: $(STAMP)
 	$(BIN)/python benchmarks/ledger.py --because "$(BECAUSE)"
+
+# Digits come with scikit-learn. MNIST is a folder with its four idx files, TEXT the text of tinyshakespeare.
+MNIST ?=
+TEXT ?=
+evidence: $(STAMP)
+	$(BIN)/python benchmarks/evidence.py $(if $(MNIST),--mnist '$(MNIST)') $(if $(TEXT),--text '$(TEXT)')
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

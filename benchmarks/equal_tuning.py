@@ -239,8 +239,14 @@ def pictures(name: str) -> dict[str, str]:
     return {name: equal_pictures.by_batch(cells), f"{name}-rates": equal_pictures.by_rate(cells)}
 
 
+def names(*kinds: str) -> list[str]:
+    """Return the comparisons of the page, or those with some kinds of table."""
+    wanted = "|".join(kinds or ("equal tuning", "four rates"))
+    return re.findall(rf"<!-- (?:{wanted}) of (\S+) -->", PAGE.read_text())
+
+
 if __name__ == "__main__":
     PAGE.write_text(written())
-    for kind, name in re.findall(r"<!-- (equal tuning|four rates) of (\S+) -->", PAGE.read_text()):
-        for file, picture in pictures(name).items() if kind == "equal tuning" else ():
+    for shown in names("equal tuning"):
+        for file, picture in pictures(shown).items():
             (DOCS / f"{file}.svg").write_text(picture)

@@ -24,12 +24,21 @@ def test_the_figures_are_those_of_the_files(page: Path) -> None:
 
 
 def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
+    """To update tables and pictures, run `python benchmarks/equal_tuning.py`."""
     assert equal_tuning.PAGE.read_text() == equal_tuning.written()
-    for _, name, _ in equal_tuning.TABLES.findall(equal_tuning.PAGE.read_text()):
+    for name in equal_tuning.names():
         saved = equal_tuning.load(name)
         assert saved["clean"] is True
         assert {len(cell["tuning"]) for cell in saved["cells"]} == {saved["config"]["trials"]}
         assert {len(cell["final"]) for cell in saved["cells"]} == {saved["config"]["seeds"]}
+
+
+@for_every("name", equal_tuning.names("equal tuning"))
+def test_the_pictures_at_equal_tuning_show_the_files(name: str) -> None:
+    """Their words are compared, since matplotlib's versions differ in everything else."""
+    words = re.compile(r"<text[^>]*>([^<]*)</text>")
+    for file, picture in equal_tuning.pictures(name).items():
+        assert words.findall((DOCS / f"{file}.svg").read_text()) == words.findall(picture), file
 
 
 def test_every_study_has_its_place() -> None:

@@ -1,0 +1,142 @@
+"""Repeats a tenth of the published comparisons, and holds what comes out against the published intervals.
+
+    make evidence MNIST=DIR TEXT=FILE
+
+The best options of each optimizer at each batch train again, with seeds that no published run had. Their mean must be
+within the interval in which the mean of as many further seeds is expected, by Student's t over the published seeds and
+corrected for the number of cells. The trials by which the options were chosen are not repeated: the command on the page
+does that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lamb_appendix  # noqa: F401 - gives the command line AdaGrad
+from bighorn.cli.config import RunConfig
+from bighorn.cli.metrics import is_share, metric_text
+from bighorn.cli.tasks import fingerprint, load
+from bighorn.cli.trials import make
+from bighorn.cli.verdict import interval
+from equal_tuning import Cell, cells_of
+from equal_tuning import load as load_file
+
+STUDIES = {"equal-digits": None, "equal-lenet": "mnist", "lamb-appendix": "mnist", "equal-characters": "text"}
+"""The published comparisons, each with the option that names its data."""
+
+NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}
+SHARE = 10
+"""One run for so many published ones of a cell, and at least one."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A cell of a comparison and the seeds with which it trains again."""
+
+    study: str
+    cell: Cell
+    config: RunConfig
+    seeds: tuple[int, ...]
+
+
+def repeats(study: str, data: str | None) -> list[Repeat]:
+    """Return what is run again of a comparison."""
+    found = []
+    for cell in (each for row in cells_of(study).values() for each in row):
+        saved = cell.saved["config"]
+        config = RunConfig(**saved | {"optimizer_option": tuple(saved["optimizer_option"])}, data=data)
+        count = max(1, (len(cell.trials) + len(cell.finals)) // SHARE)
+        first = max(cell.finals) + 1
+        found.append(Repeat(study, cell, config, tuple(range(first, first + count))))
+    return found
+
+
+def value(config: RunConfig) -> float:
+    """Return the metric of a run on test data."""
+    return make(config, load(config.task, config.data), "test").value
+
+
+def agreement(published: Sequence[float], repeated: Sequence[float], cells: int) -> tuple[float, float]:
+    """Return how far the mean of the repeated runs is from the published one, and how far it may be.
+
+    Example:
+        >>> distance, most = agreement([0.97, 0.98, 0.99], [0.97], cells=1)
+        >>> f"{distance:.2f}, at most {most:.3f}"
+        '-0.01, at most 0.050'
+    """
+    mean, half = interval(published, cells)
+    return statistics.fmean(repeated) - mean, half * math.sqrt(1 + len(published) / len(repeated))
+
+
+def judged(found: Iterable[tuple[Repeat, Sequence[float]]]) -> tuple[list[str], list[str]]:
+    """Return a line for each cell, and the lines of those that do not agree with what is published."""
+    found = list(found)
+    lines, differing = [], []
+    for repeat, values in found:
+        cell, published = repeat.cell, list(repeat.cell.finals.values())
+        distance, most = agreement(published, values, len(found))
+        agrees, scale = abs(distance) <= most, 100 if is_share(cell.metric) else 1
+        now, then = (metric_text(cell.metric, statistics.fmean(each)) for each in (values, published))
+        line = (
+            f"{'agrees ' if agrees else 'DIFFERS'} {repeat.study}, {cell.name} at batch {cell.batch:,}: {now} of "
+            f"{len(values)} new seeds, {then} published; {scale * distance:+.2g}, at most {scale * most:.2g}"
+        )
+        lines.append(line)
+        differing += [] if agrees else [line]
+    return lines, differing
+
+
+def wrong_data(study: str, repeat: Repeat) -> str | None:
+    """Return a message if the data are not those of the published comparison."""
+    task = load(repeat.config.task, repeat.config.data)
+    if fingerprint(task, repeat.cell.batch) == load_file(study)["data"]["sha256"]:
+        return None
+    option = STUDIES[study]
+    remedy = "Take scikit-learn 1.9" if option is None else f"Give {NEEDED[option]}"
+    return f"{study}: these are not the data of the published runs. {remedy}."
+
+
+def main(arguments: list[str]) -> int:
+    """Run, print, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mnist", metavar="DIR")
+    parser.add_argument("--text", metavar="FILE")
+    parser.add_argument("--processes", type=int, default=2)
+    options: Any = parser.parse_args(arguments)
+    work: list[Repeat] = []
+    for study, option in STUDIES.items():
+        data = None if option is None else getattr(options, option)
+        if option is not None and data is None:
+            print(f"{study} is left out: give make evidence {NEEDED[option]}.")
+            continue
+        mine = repeats(study, data)
+        if (message := wrong_data(study, mine[0])) is not None:
+            print(message)
+            return 2
+        work += mine
+    started, runs = time.monotonic(), sum(len(repeat.seeds) for repeat in work)
+    print(f"{runs} runs, {options.processes} at a time", flush=True)
+    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        futures = [[pool.submit(value, replace(each.config, seed=seed)) for seed in each.seeds] for each in work]
+        values = [[future.result() for future in each] for each in futures]
+    lines, differing = judged(zip(work, values, strict=True))
+    print(*lines, sep="\n")
+    minutes = (time.monotonic() - started) / 60
+    if differing:
+        print(f"{len(differing)} of {len(lines)} cells are not within the published intervals ({minutes:.1f} minutes).")
+        return 1
+    print(f"All {len(lines)} cells are within the published intervals ({minutes:.1f} minutes).")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

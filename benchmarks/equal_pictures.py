@@ -28,12 +28,12 @@ FARTHEST = {"accuracy": 0.1, "loss": 0.5}
 """The distance from the best trial at a batch size at which the colours of the heat map end."""
 
 
-def by_batch(cells: dict[int, list[Cell]]) -> str:
+def by_batch(cells: dict[int, list[Cell]], width: float = WIDTH) -> str:
     """Draw the mean test metric of each optimizer with its interval over the seeds, a panel for each batch size."""
     names = [cell.name for cell in next(iter(cells.values()))]
     metric = next(iter(cells.values()))[0].metric
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.3 + 0.32 * len(names)))
+        figure = Figure(figsize=(width, 1.3 + 0.32 * len(names)))
         grid = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
         for axes, (batch, row) in zip(grid, cells.items(), strict=True):
             for at, cell in enumerate(row):

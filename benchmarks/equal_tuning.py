@@ -28,7 +28,9 @@ from equal_pictures import BASELINE
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 PAGE = DOCS / "study-equal-tuning.md"
-TABLES = re.compile(r"(<!-- (equal tuning|four rates|summary) of (\S+) -->\n).*?(<!-- end of the table -->)", re.DOTALL)
+TABLES = re.compile(
+    r"(<!-- (equal tuning|four rates|summary|pairs) of (\S+) -->\n).*?(<!-- end of the table -->)", re.DOTALL
+)
 
 GOOD = {"accuracy": 0.01, "loss": 0.05}
 """A trial is good if it is so near to the best one of its optimizer at this batch size: a point, or 0.05 nats."""
@@ -114,9 +116,12 @@ def difference(cell: Cell, row: list[Cell]) -> str:
     """Return the difference from the baseline in words, in bold if it is settled; nothing for the baseline."""
     if cell.name == BASELINE:
         return ""
-    share = is_share(cell.metric)
-    mean, half = verdict(cell, row)
-    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if share else f"{mean:+.3f} +- {half:.3f}"
+    return _difference(cell, verdict(cell, row))
+
+
+def _difference(cell: Cell, found: tuple[float, float]) -> str:
+    mean, half = found
+    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if is_share(cell.metric) else f"{mean:+.3f} +- {half:.3f}"
     return f"**{words}**" if abs(mean) > half else words
 
 
@@ -225,7 +230,18 @@ def summary(names: str) -> str:
     return "\n".join(_markdown(head, rows)) + "\n"
 
 
-KINDS = {"equal tuning": equal_table, "four rates": rates_table, "summary": summary}
+def pairs(words: str) -> str:
+    """Return the differences between two optimizers of ``FILE:ONE,OTHER`` at each batch size."""
+    name, _, both = words.partition(":")
+    rows = []
+    for batch, row in cells_of(name).items():
+        one, other = (next(cell for cell in row if cell.name == each) for each in both.split(","))
+        rows.append([f"{batch:,}", spread(one), spread(other), _difference(one, one.ahead(other, len(cells_of(name))))])
+    first, second = both.split(",")
+    return "\n".join(_markdown(["batch", first, second, "difference"], rows)) + "\n"
+
+
+KINDS = {"equal tuning": equal_table, "four rates": rates_table, "summary": summary, "pairs": pairs}
 
 
 def written() -> str:

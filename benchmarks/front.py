@@ -18,13 +18,14 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
 
+import equal_pictures
+import equal_tuning
 import plots
 from bighorn.cli.footprint import predicted
 from bighorn.cli.reports.style import INK, SERIES, STYLE, to_svg
 from resident_memory import CONTESTANTS, LITTLE, stack
-from studies import DOCS, RESULTS, STUDIES, cells_of
+from studies import DOCS, RESULTS, STUDIES
 
 WIDTH = 6.4
 """Inches; narrow, so that words can be read on a telephone."""
@@ -79,42 +80,9 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def batch_picture() -> str:
-    """Test errors of LAMB and AdamW over batch size, each at its own tuned learning rate."""
-    cells = cells_of(STUDIES["large-batch"])
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 3.1))
-        axes = figure.add_subplot()
-        for name, label, colour, shift in (("adamw", "AdamW", SERIES[5], 0.8), ("lamb", "LAMB", SERIES[0], 1.25)):
-            mine = [cell for cell in cells if cell.optimizer == name]
-            low, middle, high = zip(*(cell.value for cell in mine), strict=True)
-            errors = [1 - value for value in middle]
-            below = [best - value for best, value in zip(high, middle, strict=True)]
-            above = [value - worst for value, worst in zip(middle, low, strict=True)]
-            xs = [shift * cell.batch_size for cell in mine]
-            axes.errorbar(xs, errors, yerr=(below, above), fmt="o-", color=colour, capsize=3, markersize=6, label=label)
-            for x, error in zip(xs, errors, strict=True):
-                axes.annotate(
-                    f"{error:.1%}",
-                    (x, error),
-                    (8 if name == "lamb" else -8, -10 if name == "lamb" else 6),
-                    textcoords="offset points",
-                    ha="left" if name == "lamb" else "right",
-                    color=colour,
-                )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        sizes = sorted({cell.batch_size for cell in cells})
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(FixedLocator([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if value < 0.01 else f"{value:.0%}")
-        axes.set_ylim(0.004, 0.5)
-        axes.set_xlim(min(sizes) / 3.5, max(sizes) * 3.5)
-        axes.set_xlabel("batch size, two epochs of MNIST each")
-        axes.set_ylabel("test error, lower is better")
-        axes.legend(loc="upper left")
-        return plots.standalone(to_svg(figure, "test error by batch size"))
+    """Test accuracy of all optimizers at the largest batch size, each after as many trials."""
+    cells = equal_tuning.cells_of("equal-lenet")
+    return equal_pictures.by_batch({max(cells): cells[max(cells)]}, WIDTH)
 
 
 def memory_rows() -> dict[str, dict[str, Any]]:

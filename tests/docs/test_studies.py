@@ -13,6 +13,7 @@ import equal_tuning
 from bighorn import Came
 from bighorn.cli.compare import CompareConfig, compare
 from bighorn.cli.tasks import TASKS
+from bighorn.cli.verdict import interval
 from bighorn.tasks import defaults
 from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
 from tests.support.tables import for_every
@@ -75,9 +76,12 @@ def test_the_evidence_for_lamb_is_that_of_the_files() -> None:
     page = (DOCS / "lamb.md").read_text()
     columns = ("adam", "adamw", "lamb", "adafactor")
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
-        means = {(cell.optimizer, cell.batch_size): cell.value[1] for cell in cells_of(STUDIES[name])}
         for batch in batches:
-            found = [f"{means[each, batch]:.1%}" if (each, batch) in means else "" for each in columns]
+            row = {cell.optimizer: cell for cell in cells_of(STUDIES[name]) if cell.batch_size == batch}
+            found = [f"{row[each].value[1]:.1%}" if each in row else "" for each in columns]
+            pairs = zip(row["lamb"].trials, row["adamw"].trials, strict=True)
+            mean, half = interval([100 * (lamb.value - adamw.value) for lamb, adamw in pairs], len(row) - 1)
+            found.append(f"{mean:+.1f} +- {half:.1f}")
             assert f"| {batch:,} | {' | '.join(found)} |".replace("|  |", "| |") in page
 
 

@@ -27,7 +27,7 @@ from bighorn.cli.verdict import chosen, verdicts
 from bighorn.cli.workers import fill
 
 TASK = "benchmarks/evidence_tasks.py:LeNet"
-EPOCHS, SEEDS = 3.0, 5
+EPOCHS, SEEDS = 2.0, 5
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 NAMES = {"momentum": "sgd", "adagrad": "adagrad", "adam": "adam", "adamw": "adamw", "lamb": "lamb"}
 """The table's names of optimizers, each with that of the command line."""

@@ -9,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 import plots
 from bighorn.cli.metrics import is_share
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 BASELINE = "adamw"
 
+ERRORS = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The ticks of axes of errors."""
+
 PER_DECADE = 3
 """Columns of the heat map for each power of ten of the rate."""
 
@@ -29,28 +32,41 @@ FARTHEST = {"accuracy": 0.1, "loss": 0.5}
 
 
 def by_batch(cells: dict[int, list[Cell]], width: float = WIDTH) -> str:
-    """Draw the mean test metric of each optimizer with its interval over the seeds, a panel for each batch size."""
+    """Draw runs of each optimizer, and their mean with its interval: test error or loss, a panel for each batch size.
+
+    An interval that leaves the panel is wider than all runs.
+    """
     names = [cell.name for cell in next(iter(cells.values()))]
     metric = next(iter(cells.values()))[0].metric
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, 1.3 + 0.32 * len(names)))
         grid = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
         for axes, (batch, row) in zip(grid, cells.items(), strict=True):
+            every: list[float] = []
             for at, cell in enumerate(row):
-                mean, half = interval(list(cell.finals.values()))
+                runs = [_error(cell, value) for value in cell.finals.values()]
+                every += runs
+                mean, half = interval(runs)
                 colour = SERIES[5] if cell.name == BASELINE else SERIES[0]
+                axes.plot(runs, [at] * len(runs), "o", color=colour, markersize=3.5, alpha=0.35)
                 axes.errorbar([mean], [at], xerr=[half], fmt="o", color=colour, capsize=3, markersize=6)
                 if cell.name == BASELINE:
                     axes.axvline(mean, color=SERIES[5], linewidth=1, linestyle="--")
             if is_share(metric):
-                axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-            axes.xaxis.set_major_locator(MaxNLocator(4))
+                axes.set_xscale("log", nonpositive="clip")
+                low, high = min(every) / 1.2, max(every) * 1.2
+                ticks = [tick for tick in ERRORS if low <= tick <= high]
+                axes.set_xticks(ticks, [f"{100 * tick:g}%" for tick in ticks])
+                axes.xaxis.set_minor_locator(NullLocator())
+                axes.set_xlim(low, high)
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.tick_params(axis="y", length=0)
             axes.grid(visible=False, axis="y")
             axes.set_yticks(range(len(names)), names)
             axes.set_ylim(len(names) - 0.5, -0.5)
             axes.set_title(f"batch {batch:,}", fontsize=11, loc="left")
-            axes.set_xlabel(f"test {metric}")
+            axes.set_xlabel("test error" if is_share(metric) else f"test {metric}")
         return plots.standalone(to_svg(figure, f"test {metric} by batch size"))
 
 
@@ -93,6 +109,10 @@ def by_rate(cells: dict[int, list[Cell]]) -> str:
         bar.ax.yaxis.set_major_formatter(lambda value, _: f"{scale * value:g}")
         bar.outline.set_visible(False)
         return plots.standalone(to_svg(figure, f"distance of trials from the best {metric}, by learning rate"))
+
+
+def _error(cell: Cell, value: float) -> float:
+    return 1 - value if is_share(cell.metric) else value
 
 
 def _column(lr: float) -> int:

@@ -125,10 +125,15 @@ def _difference(cell: Cell, found: tuple[float, float]) -> str:
     return f"**{words}**" if abs(mean) > half else words
 
 
+def text(metric: str, value: float) -> str:
+    """Return an accuracy as a percentage, and a loss with all digits that may differ."""
+    return metric_text(metric, value) if is_share(metric) else f"{value:.3f}"
+
+
 def spread(cell: Cell) -> str:
     """Return mean, lowest and highest of the final runs."""
     values = list(cell.finals.values())
-    mean, low, high = (metric_text(cell.metric, each) for each in (statistics.fmean(values), min(values), max(values)))
+    mean, low, high = (text(cell.metric, each) for each in (statistics.fmean(values), min(values), max(values)))
     return f"{mean} ({low}-{high})"
 
 
@@ -182,14 +187,14 @@ def equal_table(name: str) -> str:
     words = "; ".join(
         f"{first.name} "
         + ", ".join(
-            f"{metric_text(metric, statistics.fmean(cell.finals.values()))} at {batch:,}"
+            f"{text(metric, statistics.fmean(cell.finals.values()))} at {batch:,}"
             for batch, row in cells.items()
             for cell in row
             if cell.name == first.name
         )
         for first in next(iter(cells.values()))
     )
-    lines += ["", f"![Test {metric} by batch size: {words}]({name}.svg)", ""]
+    lines += ["", f"![Runs by batch size, their mean test {metric} and its interval: {words}]({name}.svg)", ""]
     lines += [f"![Best {metric} on validation data by range of the learning rate]({name}-rates.svg)"]
     return "\n".join(lines) + "\n"
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import lamb_appendix  # noqa: F401 - gives the command line AdaGrad
 from bighorn.cli.config import RunConfig
+from bighorn.cli.errors import InputError
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.tasks import fingerprint, load
 from bighorn.cli.trials import make
@@ -139,4 +140,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        sys.exit(f"Error: {error}")

@@ -107,7 +107,7 @@ class Algorithm(ABC, Generic[Options]):
 
     def unsupported_flat_reason(self, group: Group) -> str | None:
         """The reason why the parameters in flat tensors cannot be optimized with a group's options, or None."""
-        if self.in_blocks(group):
+        if group["state_dtype"] in self.block_dtypes:
             return (
                 f'state_dtype="{group["state_dtype"]}" keeps blocks of rows, and flat tensors cut these: use '
                 'state_dtype="bfloat16" or None'
@@ -127,10 +127,6 @@ class Algorithm(ABC, Generic[Options]):
             "packed": variant.packed,
             **{name: group[name] for name in self.passed_on},
         }
-
-    def in_blocks(self, group: Group) -> bool:
-        """Whether a group's `state_dtype` keeps moments in blocks."""
-        return group["state_dtype"] in self.block_dtypes
 
     def traits_of(self, group: Group, param: Tensor) -> ParamTraits:
         """The traits of a parameter (as a real view)."""

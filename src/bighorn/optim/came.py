@@ -92,7 +92,8 @@ class CameAlgorithm(Algorithm[CameOptions]):
         """The momentum, and averages of rows and columns, or the whole second moment of an unfactored parameter."""
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
-        dtypes, in_blocks = {"exp_avg": moments_dtype(param, group["state_dtype"])}, self.in_blocks(group)
+        dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
+        in_blocks = group["state_dtype"] in self.block_dtypes
         spec = moments_spec(param, dtypes, in_blocks, stacked, group["min_8bit_size"])
         if not self.shape_of(group, param)[0]:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}

@@ -62,7 +62,7 @@ class LambAlgorithm(Algorithm[LambOptions]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
-        if group["second_moment"] == "amsgrad" and self.in_blocks(group):
+        if group["second_moment"] == "amsgrad" and group["state_dtype"] in self.block_dtypes:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
@@ -75,7 +75,8 @@ class LambAlgorithm(Algorithm[LambOptions]):
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
         if group["state_dtype"] in ("int8", "int4"):
             dtypes["exp_avg_sq"] = torch.uint8
-        return moments_spec(param, dtypes, self.in_blocks(group), int(group["stacked"]), group["min_8bit_size"])
+        in_blocks = group["state_dtype"] in self.block_dtypes
+        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
     def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
         """The options of the group, and whether the bucket has a trust ratio."""

@@ -43,7 +43,8 @@ class LarsAlgorithm(Algorithm[LarsOptions]):
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The momentum, in one dtype or in blocks."""
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
-        return moments_spec(param, dtypes, self.in_blocks(group), int(group["stacked"]), group["min_8bit_size"])
+        in_blocks = group["state_dtype"] in self.block_dtypes
+        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
 
     def kernel_options(self, group: Group, variant: Variant) -> LarsOptions:
         """The options of the group, and whether the bucket has a trust ratio."""

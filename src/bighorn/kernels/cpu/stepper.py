@@ -54,11 +54,7 @@ class Stepper(Generic[Options]):
         self.grad_kinds: dict[int, object] = {}
         """The dtypes and strides of gradients by row."""
         self.positions = [position_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
-        self.memories = [
-            memory_layout(state, x)
-            for bucket in buckets
-            for x, state in zip(bucket.params, bucket.state["exp_avg"], strict=True)
-        ]
+        self.memories = [memory_layout(bucket, i, x) for bucket in buckets for i, x in enumerate(bucket.params)]
         """The layouts of parameters by row, kept alive likewise."""
         sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
@@ -100,7 +96,7 @@ class Stepper(Generic[Options]):
         for row, (bucket, i, grad) in enumerate(rows):
             kind = None if grad is None else (grad.dtype, grad.stride())
             if kind is not None and kind != self.grad_kinds.get(row):
-                layout = memory_layout(bucket.state["exp_avg"][i], grad)
+                layout = memory_layout(bucket, i, grad)
                 self.grad_kinds[row], self.layouts[row] = kind, layout
                 yield row, describe_gradient(grad, layout)
 

@@ -74,10 +74,11 @@ def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
     return layout(shard.size, contiguous_strides(shard.size), contiguous_strides(shard.shape))
 
 
-def memory_layout(state: Tensor, tensor: Tensor) -> array[int] | None:
+def memory_layout(bucket: Bucket[Options], i: int, tensor: Tensor) -> array[int] | None:
     """Return the layout of a parameter or a gradient in the order of its state; None if the order is the same."""
-    packed = state.dtype == torch.uint8  # two codes to a byte, in row-major order
-    return layout(tensor.shape, contiguous_strides(tensor.shape) if packed else state.stride(), tensor.stride())
+    if bucket.options.packed:  # two codes to a byte, in row-major order
+        return layout(tensor.shape, contiguous_strides(tensor.shape), tensor.stride())
+    return layout(tensor.shape, bucket.state["exp_avg"][i].stride(), tensor.stride())
 
 
 def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:

@@ -33,10 +33,9 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
-    """Whether a bucket's step uses random bits, for weights, or dither, for moments of the dtype uint8."""
-    moments = (bucket.state.get(name, [])[:1] for name in ("exp_avg", "exp_avg_sq"))
-    dithered = any(tensor.dtype == torch.uint8 for first in moments for tensor in first)
-    return bucket.options.weight_rounding == "stochastic" or dithered
+    """Whether a bucket's step uses random bits, for weights, or dither, for moments that are dithered."""
+    in_8_bits = any(tensor.dtype == torch.uint8 for tensor in bucket.state.get("exp_avg_sq", [])[:1])
+    return bucket.options.weight_rounding == "stochastic" or bucket.options.packed or in_8_bits
 
 
 class Stepper(Generic[Options]):

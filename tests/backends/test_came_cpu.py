@@ -19,6 +19,7 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.kernels import Bucket, CameOptions, codec
 from bighorn.kernels.bucket import Shard
+from bighorn.kernels.codec import Dither
 from bighorn.kernels.cpu import abi, library
 from bighorn.kernels.cpu import came as cpu
 from bighorn.kernels.cpu.library import loaded
@@ -144,7 +145,7 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
     kernel.step(0.5)
     follow = iter([i for i in rows if twin.params[i].numel()])
 
-    def rounded(name: str, m: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    def rounded(name: str, m: Tensor, like: dict[str, Tensor], _: Dither) -> dict[str, Tensor]:
         i = next(follow)
         if like[name].dtype == torch.float64:
             return {name: m}

@@ -38,6 +38,7 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "clip-skip": (torch.float32, {"max_grad_norm": 0.1, "skip_nonfinite": True}),
     "schedule": (torch.float32, {"lr": schedules.Cosine(0.05, 8)}),
     "int8": (torch.float32, {"state_dtype": "int8", **SMALL_STATE}),
+    "int4": (torch.float32, {"state_dtype": "int4", **SMALL_STATE}),
     "float16": (torch.float32, {"state_dtype": "float16", **SMALL_STATE}),
     "stochastic": (LOW, {"weight_rounding": "stochastic"}),
     "stochastic-float16": (torch.float16, {"weight_rounding": "stochastic"}),

@@ -34,8 +34,10 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
     """Whether a bucket's step uses random bits, for weights, or dither, for moments that are dithered."""
-    in_8_bits = any(tensor.dtype == torch.uint8 for tensor in bucket.state.get("exp_avg_sq", [])[:1])
-    return bucket.options.weight_rounding == "stochastic" or bucket.options.packed or in_8_bits
+    if bucket.options.weight_rounding == "stochastic" or bucket.options.packed:
+        return True
+    moments = bucket.state.get("exp_avg_sq", [])
+    return bool(moments) and moments[0].dtype == torch.uint8
 
 
 class Stepper(Generic[Options]):

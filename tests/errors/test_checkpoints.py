@@ -170,6 +170,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "a-scale-below-0": ("exp_avg_scale", lambda scales: -scales, "'exp_avg'.*damaged"),
     "codes-that-are-floats": ("exp_avg", lambda codes: codes.float(), "'exp_avg'.*float32.*damaged"),
     "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),
+    "twice-as-many-codes": ("exp_avg", lambda codes: codes.repeat(1, 2), "'exp_avg'.*(damaged|another model's)"),
 }
 NIBBLES = {**DAMAGE, "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(0x18), "'exp_avg'.*damaged")}
 

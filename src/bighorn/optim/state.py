@@ -176,8 +176,9 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
         new = codec.form_of(name, spec)
         if isinstance(scales, Tensor):
             old = codec.form_of(name, state)
-            whole = shape if old is not None and old.packed else values.shape
-            _check_codes(name, values, scales, whole, what)
+            packed = old is not None and old.packed
+            whole = shape if packed else values.shape
+            _check_codes(name, values, scales, whole, packed, what)
             if old is new or old is None:
                 continue
             rows = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2), old)
@@ -197,16 +198,17 @@ COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", 
 """The dtypes of compensations, which are converted into each other."""
 
 
-def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, what: str) -> None:
+def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, packed: bool, what: str) -> None:
     """Raise unless these are the codes of a moment of a shape, and the scales of their blocks."""
     outer = max(scales.dim() - 2, 0)
     expected = (*shape[:outer], *codec.scales_shape(shape[outer:]))
+    codes = (*shape[: outer + 1], shape[outer + 1 :].numel() // 2) if packed else shape
     if values.dtype not in codec.CODES:
         raise ValueError(
             f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which no codes have: it is "
             "damaged. Load another checkpoint, or drop optimizer.state of this parameter"
         )
-    if scales.shape != expected or values.numel() not in (shape.numel(), shape.numel() // 2):
+    if scales.shape != expected or values.shape != codes:
         raise ValueError(
             f"state {name!r} of {what} has codes of shape {tuple(values.shape)}, and scales of shape "
             f"{tuple(scales.shape)}, not {expected}: it is damaged, or its blocks are not of {codec.BLOCK}. Load a "

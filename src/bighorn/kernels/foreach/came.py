@@ -294,7 +294,7 @@ class Batch:
         return {name: self.wholes[name][at] for name in AUX_STATE[self.options.weight_rounding]}
 
     def shifts(self, at: Index) -> Iterator[Dither]:
-        """Yield the dither of a piece for each of `in_rows`."""
+        """Return the dither of a piece, for each of `in_rows`."""
         if not self.options.packed:
             return itertools.repeat(NEAREST)
         return iter(self.in_rows("x", dither(*self.positions(at)).view(self.wholes["x"][at].shape)))

@@ -172,7 +172,8 @@ attack: $(STAMP) build/sanitized
 WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl \
 	addict art colorama einops spmd_types torch_checkpointing torchdata \
 	trl diffusers sentence-transformers \
-	fastai beartype fastcore fastdownload 'fastprogress<1.1' fasttransform plum-dispatch
+	fastai beartype fastcore fastdownload 'fastprogress<1.1' fasttransform plum-dispatch \
+	bitsandbytes galore-torch lion-pytorch torchao
 UPGRADE ?=
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --constraint constraints.txt \

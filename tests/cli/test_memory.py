@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from bighorn import Came, Lamb, Lars
 from bighorn.cli.config import PRECISIONS, RunConfig
-from bighorn.cli.footprint import FOOTPRINTS, Named, Total, Weights, kinds, total_of
+from bighorn.cli.footprint import FOOTPRINTS, Total, Weights, kinds, total_of
 from bighorn.cli.memory import MemoryConfig, layer_rows
 from bighorn.cli.optimizers import CONTESTANTS, state_bytes
+from bighorn.cli.peer_state import OF_OTHERS, Named
 from bighorn.cli.run import Run
 from bighorn.cli.shapes import SHAPES, llama
 from bighorn.cli.tasks import TASKS
@@ -68,7 +69,7 @@ def on_meta(params: Named) -> Named:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@for_every("name", FOOTPRINTS)
+@for_every("name", BUILD)
 def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
     # torch's Adafactor divides by the number of elements.
     shapes = [shape for shape in ODD if name != "adafactor" or 0 not in shape]
@@ -90,7 +91,8 @@ def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
     """The option affects only bighorn's optimizers: the bytes of AdamW do not change."""
     totals = []
     for way in ROUNDING_MODES:
-        invoke("memory", "--shapes", "tiny", "--precision", "bf16", "--weight-rounding", way, "--json", "m.json")
+        options = "--optimizers", "lamb,lamb-fp16,came,adamw", "--precision", "bf16", "--weight-rounding", way
+        invoke("memory", "--shapes", "tiny", *options, "--json", "m.json")
         totals.append(json.loads(Path("m.json").read_text())["total"])
     elements = 200 * 64
     for name in ("lamb", "lamb-fp16", "came"):
@@ -99,7 +101,7 @@ def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
     assert len({total["adamw"] for total in totals}) == 1
 
 
-@pytest.mark.parametrize("name", FOOTPRINTS)
+@pytest.mark.parametrize("name", BUILD)
 @pytest.mark.parametrize("task", ["digits", "text", "mnist"])
 def test_a_run_of_a_task_allocates_what_was_predicted(
     invoke: Invoke, text_file: Path, idx_folder: Path, task: str, name: str
@@ -118,8 +120,28 @@ def test_a_run_of_a_task_allocates_what_was_predicted(
     assert names == {label: sum(value.nbytes for value in state.values()) for label, state in states.items()}
 
 
-def test_what_it_lists_are_contestants() -> None:
-    assert set(FOOTPRINTS) == set(BUILD) <= set(CONTESTANTS)
+def test_what_it_lists_are_contestants_and_other_packages() -> None:
+    assert set(FOOTPRINTS) - set(OF_OTHERS) == set(BUILD) <= set(CONTESTANTS)
+
+
+def test_state_of_other_packages(invoke: Invoke) -> None:
+    """The integration tests compare the counts with what those packages allocate."""
+    params = [("w", torch.empty(256, 512, dtype=torch.bfloat16)), ("b", torch.empty(100, dtype=torch.bfloat16))]
+    matrix, vector = 256 * 512, 100
+    assert {name: list(count(params).values()) for name, count in OF_OTHERS.items()} == {
+        "lion": [2 * matrix, 2 * vector],
+        "bitsandbytes-int8": [2 * matrix + 8 * matrix // 256, 8 * vector],
+        "torchao-int4": [matrix + 8 * matrix // 128 + 128 + 4, 4 * vector + 4],
+        "flashoptim": [3 * matrix + 4 * matrix // 32 + 8, 3 * vector + 4 * 4 + 8],
+        "galore": [2 * 128 * (2 * 512 + 256), 4 * vector],
+    }
+    every = "--optimizers", ",".join(FOOTPRINTS), "--shapes", "llama_1b"
+    output = invoke("memory", *every, "--offload", "--json", "m.json").output
+    assert all(len(line) <= 80 for line in output.splitlines())
+    result = json.loads(Path("m.json").read_text())
+    assert set(result["offload"]["galore"].values()) == {None}
+    releasing = {name for name, size in result["released"].items() if size is not None}
+    assert releasing == {name for name in FOOTPRINTS if name.startswith(("came", "lamb", "lars"))} | {"flashoptim"}
 
 
 @pytest.mark.parametrize(
@@ -156,10 +178,10 @@ def test_table_and_report_of_a_large_model(invoke: Invoke) -> None:
     page = assert_self_contained(Path("m.html"))
     assert page.tags.count("svg") == 2
     for words in (
-        "llama_7b needs 108GB with adamw, 60.8GB with came-int8",
+        "llama_7b needs 108GB with adamw, 57.4GB with came-int4",
         "64 of 11008x4096",
         "bytes per parameter",
-        "came-int8",
+        "came-int4",
         "--shapes llama_7b",
         "53.9GB",
     ):
@@ -288,7 +310,7 @@ def test_the_sums_come_first(invoke: Invoke) -> None:
     assert lines[1:4] == [
         "27.0GB of weights, 27.0GB of gradients",
         "with adamw: 53.9GB of state, 108GB in all",
-        "with came-int8: 6.9GB of state, 60.8GB in all, 34.3GB with released gradients",
+        "with came-int4: 3.5GB of state, 57.4GB in all, 31.0GB with released gradients",
     ]
     in_bf16 = invoke("memory", "--shapes", "llama_7b", "--precision", "bf16").output.splitlines()
     assert in_bf16[2:4] == [

@@ -3,18 +3,15 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from bighorn import Came, Lamb, Lars
+from bighorn.cli import peer_state
 from bighorn.cli.optimizers import KINDS
-
-Named = Sequence[tuple[str, Tensor]]
-"""Parameters with their names, possibly on the meta device."""
+from bighorn.cli.peer_state import Named
 
 
 @dataclass(frozen=True)
@@ -53,32 +50,6 @@ class Weights:
 BUCKET_BYTES = 10_000_000
 """The default of the argument ``bucket_mb`` of ``bighorn.offload``."""
 
-STEP_BYTES = 4
-"""The bytes of a step count, which is a float32 if that is the default dtype."""
-
-
-def adam(params: Named) -> dict[str, int]:
-    """torch.optim.Adam and AdamW: exp_avg and exp_avg_sq like the parameter, step."""
-    return {name: 2 * param.nbytes + STEP_BYTES for name, param in params}
-
-
-def sgd(params: Named) -> dict[str, int]:
-    """torch.optim.SGD with momentum: momentum_buffer like the parameter."""
-    return {name: param.nbytes for name, param in params}
-
-
-def adafactor(params: Named) -> dict[str, int]:
-    """torch.optim.Adafactor: row_var and col_var of the last two dims, variance of less than two, step."""
-    return {name: _averages(param.shape) * param.element_size() + STEP_BYTES for name, param in params}
-
-
-def _averages(shape: Sequence[int]) -> int:
-    if len(shape) < 2:
-        return math.prod(shape)
-    *leading, rows, columns = shape
-    return math.prod(leading) * (rows + columns)
-
-
 FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
     "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
@@ -92,15 +63,14 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "lamb-int4": partial(Lamb.state_bytes, state_dtype="int4"),
     "lars": Lars.state_bytes,
     "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
-    "adamw": adam,
-    "sgd": sgd,
-    "adafactor": adafactor,
+    **peer_state.OF_TORCH,
+    **peer_state.OF_OTHERS,
 }
-"""The functions by the names of ``bighorn train`` and ``bighorn compare``; the state of Adam is that of AdamW."""
+"""The functions by the names of ``bighorn train`` and ``bighorn compare``, and by those of other packages."""
 
 
 def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the state of an optimizer for those of the options that it has; torch's optimizers have none of them."""
+    """Return the state of an optimizer for those of the options that it has, which only Bighorn's have."""
     if name not in OURS:
         return FOOTPRINTS[name](params)
     return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
@@ -114,6 +84,9 @@ OURS = {
 }
 """The options of Bighorn's optimizers."""
 
+RELEASING = frozenset((*OURS, "flashoptim"))
+"""The optimizers that can step inside backward, when a gradient is complete."""
+
 
 @dataclass(frozen=True)
 class Total:
@@ -122,8 +95,8 @@ class Total:
     Attributes:
         state: The state.
         all: The state, all weights and all gradients.
-        released: The state, all weights, and the largest gradient; None for an optimizer of torch, which does not step
-            inside backward.
+        released: The state, all weights, and the largest gradient; None for an optimizer that does not step inside
+            backward.
     """
 
     state: int
@@ -133,7 +106,7 @@ class Total:
 
 def total_of(name: str, weights: Weights, state: int) -> Total:
     """Return the totals of an optimizer, for its size of state."""
-    released = weights.held + state + weights.largest if name in OURS else None
+    released = weights.held + state + weights.largest if name in RELEASING else None
     return Total(state, weights.held + weights.gradients + state, released)
 
 
@@ -156,8 +129,10 @@ def offload_bytes(name: str, weights: Weights, state: int, of_masters: int) -> d
 
     Returns:
         The bytes of ``device``, ``host`` and ``host_with_masters``, that is with ``masters=True``; the last is None if
-        no weights are of 16 bits.
+        no weights are of 16 bits. All are None for an optimizer of another package, which is not offloaded here.
     """
+    if name in peer_state.OF_OTHERS:
+        return dict.fromkeys(("device", "host", "host_with_masters"))
     total = weights.gradients
     # A bucket is sent with the gradient that fills it.
     on_device = min(total, 2 * (BUCKET_BYTES + weights.largest))

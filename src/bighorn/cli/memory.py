@@ -1,7 +1,7 @@
 """``bighorn memory``: the size of the optimizer state, before anything is allocated."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,11 @@ from bighorn.cli.values import bytes_in, check_name, names, read_options, sugges
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 SOURCES = ("task", "shapes", "model", "hf_config")
-SHOWN = tuple(name for name in FOOTPRINTS if name not in ("came-fp16", "came-int4", "lamb-int4", "lars", "lars-int8"))
-"""The optimizers that fit in 80 columns; ``came-fp16`` has the size of ``came-bf16``, and ``lars`` that of ``sgd``."""
-LISTED, MOST_PARTS = 10, 5
-"""The kinds of layers that the terminal lists, and those with a colour of their own in the report's bars."""
+SHOWN = "came", "came-bf16", "came-int8", "came-int4", "lamb", "lamb-bf16", "lamb-int8", "adamw", "sgd", "adafactor"
+"""The optimizers that fit in 80 columns; fp16 has the size of bf16, and ``lars`` that of ``sgd``."""
+LISTED, MOST_PARTS, MOST_WIDTH = 10, 5, 65
+"""The kinds of layers that the terminal lists, those with a colour of their own in the report's bars, and the width of
+the optimizers' columns in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             for name, of in offloaded.items()
         )
         console.print(_table(OFFLOAD_HEAD, [*sizes_of]))
-    console.print(_table(LAYER_HEAD + wanted, layer_rows(layers, LISTED)))
+    rows = layer_rows(layers, LISTED)
+    for first, last in _pages(rows, wanted):
+        console.print(_table(LAYER_HEAD + wanted[first:last], [(row[0], *row[1 + first : 1 + last]) for row in rows]))
 
     def page() -> str:
         from bighorn.cli.reports import Section, plots, render
@@ -277,6 +280,18 @@ def verdict(totals: Mapping[str, Total], limit: float, memory: str, precision: s
         if precision == "fp32":
             said += "; or halve weights and gradients by --precision bf16 --weight-rounding stochastic"
     return f"Fits in {memory}, before activations? {said}"
+
+
+def _pages(rows: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Split the columns of ``names``, so that each table fits in 80 columns."""
+    first, width = 0, 0
+    for index, name in enumerate(names):
+        mine = 1 + max(map(len, (*name.split("-"), *(row[1 + index] for row in rows))))
+        if width + mine > MOST_WIDTH and index > first:
+            yield first, index
+            first, width = index, 0
+        width += mine
+    yield first, len(names)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -24,7 +24,7 @@ import equal_tuning
 import plots
 from bighorn.cli.footprint import predicted
 from bighorn.cli.reports.style import INK, SERIES, STYLE, to_svg
-from resident_memory import CONTESTANTS, LITTLE, stack
+from resident_memory import CONTESTANTS, stack
 from studies import DOCS, RESULTS, STUDIES
 
 WIDTH = 6.4
@@ -97,9 +97,10 @@ def memory_rows() -> dict[str, dict[str, Any]]:
         with torch.device("meta"):
             params = list(stack(8, one.dtype).named_parameters())
         elements, largest = sum(p.numel() for _, p in params), max(p.numel() for _, p in params)
-        kind = name.partition(",")[0].split()[-1].lower()
-        own = LITTLE if "int8" in name else {}
-        known = None if "torchao" in name else sum(predicted(kind, params, own).values()) / elements
+        known = None
+        if one.footprint is not None:
+            kind, options = one.footprint
+            known = sum(predicted(kind, params, options).values()) / elements
         gradients = size * largest / elements if one.released else size
         rows[name] = {"weights": size, "gradients": gradients, "state": known, "measured": row["bytes_per_parameter"]}
     return rows
@@ -114,6 +115,8 @@ LABELS = {
     "Lamb, int8, stochastic, released": "  + released",
     "Came, int8, stochastic": "Came int8, bf16",
     "Came, int8, stochastic, released": "  + released",
+    "Came, int4, stochastic": "Came int4, bf16",
+    "Came, int4, stochastic, released": "  + released",
 }
 """The rows of the picture: words for the measured contestants."""
 

@@ -37,38 +37,60 @@ Build = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Contestant:
-    """An optimizer, the dtype of its weights, and whether gradients are released inside backward."""
+    """An optimizer, the dtype of its weights, and whether gradients are released inside backward.
+
+    Attributes:
+        footprint: Its name and options for `bighorn memory`; None if that does not know it.
+    """
 
     build: Build
     dtype: torch.dtype = torch.bfloat16
     released: bool = False
+    footprint: tuple[str, dict[str, Any]] | None = None
 
 
-def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+def adamw(dtype: torch.dtype) -> Contestant:
+    return Contestant(lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True), dtype, footprint=("adamw", {}))
 
 
-def torchao(name: str) -> Build:
+def torchao(name: str, known: str | None = None) -> Contestant:
     """Imported when it is wanted, since it may not be installed."""
-    return lambda params: getattr(import_module("torchao.optim"), name)(params, lr=1e-4, bf16_stochastic_round=True)
+
+    def build(params: Iterable[nn.Parameter]) -> Optimizer:
+        made: Optimizer = getattr(import_module("torchao.optim"), name)(params, lr=1e-4, bf16_stochastic_round=True)
+        return made
+
+    return Contestant(build, footprint=None if known is None else (known, {}))
 
 
-def own(kind: type[Lamb | Came], **options: Any) -> Build:
-    return lambda params: kind(params, lr=1e-4, weight_decay=0.01, **options)
+def own(
+    kind: type[Lamb | Came], dtype: torch.dtype = torch.bfloat16, released: bool = False, **options: Any
+) -> Contestant:
+    known = kind.__name__.lower(), options
+    return Contestant(
+        lambda params: kind(params, lr=1e-4, weight_decay=0.01, **options), dtype, released, footprint=known
+    )
 
 
-LITTLE: dict[str, Any] = {"state_dtype": "int8", "weight_rounding": "stochastic"}
+def few(bits: str, rounding: str = "stochastic") -> dict[str, Any]:
+    return {"state_dtype": bits, "weight_rounding": rounding}
+
+
 CONTESTANTS = {
-    "torch AdamW, fp32 weights": Contestant(adamw, torch.float32),
-    "Lamb, fp32 weights": Contestant(own(Lamb), torch.float32),
-    "Came, fp32 weights": Contestant(own(Came), torch.float32),
-    "torch AdamW": Contestant(adamw),
-    "torchao AdamW8bit": Contestant(torchao("AdamW8bit")),
-    "torchao AdamW4bit": Contestant(torchao("AdamW4bit")),
-    "Lamb, int8, stochastic": Contestant(own(Lamb, **LITTLE)),
-    "Lamb, int8, stochastic, released": Contestant(own(Lamb, **LITTLE), released=True),
-    "Came, int8, stochastic": Contestant(own(Came, **LITTLE)),
-    "Came, int8, stochastic, released": Contestant(own(Came, **LITTLE), released=True),
+    "torch AdamW, fp32 weights": adamw(torch.float32),
+    "Lamb, fp32 weights": own(Lamb, torch.float32),
+    "Came, fp32 weights": own(Came, torch.float32),
+    "torch AdamW": adamw(torch.bfloat16),
+    "torchao AdamW8bit": torchao("AdamW8bit"),
+    "torchao AdamW4bit": torchao("AdamW4bit", "torchao-int4"),
+    "Lamb, int8, stochastic": own(Lamb, **few("int8")),
+    "Lamb, int8, stochastic, released": own(Lamb, released=True, **few("int8")),
+    "Lamb, int4, stochastic, released": own(Lamb, released=True, **few("int4")),
+    "Came, int8, stochastic": own(Came, **few("int8")),
+    "Came, int8, stochastic, released": own(Came, released=True, **few("int8")),
+    "Came, int4, stochastic": own(Came, **few("int4")),
+    "Came, int4, stochastic, released": own(Came, released=True, **few("int4")),
+    "Came, int4, kahan8, released": own(Came, released=True, **few("int4", "kahan8")),
 }
 
 

@@ -43,11 +43,11 @@ class LeNet(Mnist):
         )
 
 
-class LeNetOnTenth(LeNet):
-    """LeNet-5 on the first 6,000 training images of MNIST, 8 epochs, tested on every second one of its test images."""
+class OnTenth(Mnist):
+    """The first 6,000 training images of MNIST, 8 epochs, tested on every second one of its test images."""
 
     batch_size = 60
-    batch_sizes = (60, 300, 1500)
+    batch_sizes: tuple[int, ...] = (60, 300, 1500)
     epochs = 8.0
     target = 0.95
 
@@ -59,6 +59,41 @@ class LeNetOnTenth(LeNet):
         }
         self.samples = len(self.data["train"][0])
         self.description = f"{self.samples:,} of MNIST's training images and {len(self.data['test'][0]):,} for the test"
+
+
+class LeNetOnTenth(OnTenth, LeNet):
+    """LeNet-5 on a tenth of MNIST."""
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm beside the identity, or beside a projection where the size changes."""
+
+    def __init__(self, channels: int, to: int) -> None:
+        super().__init__()
+        stride = 1 if channels == to else 2
+        self.inner = nn.Sequential(
+            nn.Conv2d(channels, to, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(to),
+            nn.ReLU(),
+            nn.Conv2d(to, to, 3, padding=1, bias=False),
+            nn.BatchNorm2d(to),
+        )
+        self.around = nn.Identity() if stride == 1 else nn.Conv2d(channels, to, 1, stride, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Add both."""
+        return nn.functional.relu(self.inner(hidden) + self.around(hidden))
+
+
+class ResNetOnTenth(OnTenth):
+    """A ResNet-8 of 8, 16 and 32 channels with batch norm on a tenth of MNIST: 19,714 parameters."""
+
+    def model(self) -> nn.Module:
+        """Build the network; the first convolution has a stride of 2."""
+        first = nn.Conv2d(1, 8, 3, 2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        blocks = Residual(8, 8), Residual(8, 16), Residual(16, 32)
+        last = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, self.classes)
+        return nn.Sequential(Scaled(), *first, *blocks, *last)
 
 
 class Characters(Text):

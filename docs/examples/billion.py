@@ -1,6 +1,7 @@
 """A Llama of 1.1 billion parameters, new weights, trained within 6 GB of memory on a CPU, or on a GPU.
 
-python billion.py                             Came: int8 momentum, bf16 weights, gradients freed as they are used
+python billion.py                             Came: int4 momentum, bf16 weights, gradients freed as they are used
+python billion.py --state-dtype int8          the momentum in 8 bits, half a byte more
 python billion.py --optimizer adamw-bf16      the same model with AdamW: the limit ends it
 python billion.py --text FILE --steps 300     more of your own text
 
@@ -46,15 +47,15 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def optimizer_of(name: str, model: torch.nn.Module, lr: float, steps: int) -> torch.optim.Optimizer:
+def optimizer_of(model: torch.nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
     """Build the optimizer; Came also takes over the steps inside of backward."""
-    if name != "came":
-        return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    if arguments.optimizer != "came":
+        return torch.optim.AdamW(model.parameters(), lr=arguments.lr, fused=True)
     optimizer = Came(
         model.named_parameters(),
-        lr=Cosine(lr, decay_steps=steps).after_warmup(10),
+        lr=Cosine(arguments.lr, decay_steps=arguments.steps).after_warmup(10),
         bias_correction=True,
-        state_dtype="int8",
+        state_dtype=arguments.state_dtype,
         weight_rounding="stochastic",
         exclude_from_weight_decay="ndim<2",
     )
@@ -66,6 +67,7 @@ def main() -> None:
     """Build the model under the limit, and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=DTYPES, default="came")
+    parser.add_argument("--state-dtype", choices=("int4", "int8"), default="int4", help="of Came's momentum")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="the limit, 10^9 bytes; 0: none")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
@@ -89,12 +91,14 @@ def main() -> None:
             model = LlamaForCausalLM._from_config(config, dtype=DTYPES[arguments.optimizer])
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"{count / 1e9:.2f} billion parameters, {len(tokens):,} tokens of text; built: {peak():.2f} GB")
-        optimizer = optimizer_of(arguments.optimizer, model, arguments.lr, arguments.steps)
+        optimizer = optimizer_of(model, arguments)
         losses = []
         for step, start in enumerate(starts[: arguments.steps].tolist(), start=1):
             begun = time.perf_counter()
             batch = tokens[None, start : start + arguments.tokens].to(arguments.device)
             loss = model(input_ids=batch, labels=batch).loss
+            if step == 1:
+                print(f"first forward: peak {peak():.2f} GB", flush=True)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

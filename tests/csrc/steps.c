@@ -70,8 +70,9 @@ static double mean_magnitude(const Weights *w, int64_t count) {
 static const struct {
     int type, rounding;
 } STORED[] = {
-    {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC}, {BFLOAT16, ROUND_KAHAN},
-    {FLOAT16, ROUND_MASTER},  {FLOAT16, ROUND_NEAREST},  {FLOAT16, ROUND_KAHAN},       {FLOAT64, ROUND_NEAREST},
+    {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC},
+    {BFLOAT16, ROUND_KAHAN},  {FLOAT16, ROUND_MASTER},   {FLOAT16, ROUND_NEAREST},
+    {FLOAT16, ROUND_KAHAN},   {BFLOAT16, ROUND_KAHAN8},  {FLOAT64, ROUND_NEAREST},
 };
 enum { STORED_DOUBLE = sizeof STORED / sizeof STORED[0] - 1, STORED_WAYS = STORED_DOUBLE };
 
@@ -86,6 +87,7 @@ static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
         .rounding = STORED[stored].rounding,
     };
     if (w.rounding == ROUND_KAHAN) w.aux = zeros(size, sizeof(int16_t));
+    if (w.rounding == ROUND_KAHAN8) w.aux = zeros(size, sizeof(int8_t));
     if (w.rounding == ROUND_MASTER) {
         float *master = w.aux = zeros(size, sizeof(float));
         for (int64_t i = 0; i < size; i++) master[i] = from_float16(((const uint16_t *)w.data)[i]);

@@ -57,7 +57,9 @@ def by_hand(kind: Any) -> list[float]:
 def timm(kind: Any) -> Iterator[Callable[[Net], Any]]:
     with timm_optim() as registry:
         name = {"Lamb": "bighornlamb", "Came": "bighorncame"}.get(kind.__name__, "adamw")
-        yield partial(registry.create_optimizer_v2, opt=name, filter_bias_and_bn=False, **OPTIONS)
+        # The name in timm's registry leaves biases and norms without a trust ratio.
+        every = {"exclude_from_layer_adaptation": ()} if kind is Lamb else {}
+        yield partial(registry.create_optimizer_v2, opt=name, filter_bias_and_bn=False, **OPTIONS, **every)
 
 
 @contextmanager

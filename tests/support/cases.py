@@ -38,7 +38,7 @@ KINDS: tuple[Kind, ...] = (Lamb, Came, Lars)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-RARE: Mapping[str, object] = {"cautious": True, "second_moment": "amsgrad", "weight_rounding": "kahan8"}
+RARE: Mapping[str, object] = {"cautious": True, "second_moment": "amsgrad"}
 """The options that compiled backends leave to others."""
 
 LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": RARE, "triton": {**RARE, "state_dtype": "int4"}}

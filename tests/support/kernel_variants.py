@@ -26,7 +26,7 @@ from tests.support.covering_cases import fewest
 from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-ROUNDINGS = ("kahan", "stochastic", "master")
+ROUNDINGS = ("kahan", "kahan8", "stochastic", "master")
 POINTERS = {F64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 

@@ -66,7 +66,7 @@ class KernelOptions:
     metrics: ClassVar[tuple[str, ...]]
     """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
 
-    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8", "packed": True}
+    rare: ClassVar[Mapping[str, object]] = {"packed": True}
     """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
 
     lr: Annotated[float | Tensor, Option(c=float)]
@@ -113,7 +113,7 @@ class CameOptions(KernelOptions):
 
     algorithm = "came"
     metrics = ("update_rms", "clip_factor", "confidence")
-    rare: ClassVar[Mapping[str, object]] = {"weight_rounding": "kahan8"}
+    rare: ClassVar[Mapping[str, object]] = {}
 
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]

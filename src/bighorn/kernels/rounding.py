@@ -7,8 +7,7 @@ each time anew. The other modes lose nothing, on average ("stochastic") or at al
   lacks just 16 bits, so the two together are float32, except for one of its ulps at ties. A compensation in bfloat16,
   as is usual, has 8 bits, and itself loses smaller values. The difference is at most half an ulp of the parameter, so
   that a value that a program writes into the parameter takes effect.
-* "kahan8" keeps the upper 8 of these bits, in int8, and loses steps of less than 2^-17 of a bfloat16 weight. Its users
-  are few, so that it has no compiled kernels.
+* "kahan8" keeps the upper 8 of these bits, in int8, and loses steps of less than 2^-17 of a bfloat16 weight.
 * "master" keeps the float32 value. If the parameter is no longer the rounding of its master, a program has written the
   parameter, and the parameter's value is used. Masters can therefore start as zeros.
 

@@ -20,7 +20,7 @@ CHUNK_ELEMS = 8192  # CHUNK_ELEMS of csrc/run.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 STATE_TYPES = {**TYPES, torch.int8: 4, torch.uint8: 5}
-ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3}
+ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3, "kahan8": 4}
 
 
 def unsupported(param: Tensor) -> str | None:

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4, INT4 = 5 };
-enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3 };
+enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3, ROUND_KAHAN8 = 4 };
 
 enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_ADAGRAD = 2 }; /* amsgrad is in plain torch alone */
 enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
@@ -52,7 +52,7 @@ typedef double *RoundSums[3];
 
 /* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits.
  * memory: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
- * aux: kahan: the compensation, int16; master: the master weights, float32; in the order of the state.
+ * aux: kahan: the compensation, int16, kahan8: int8; master: the master weights, float32; in the order of the state.
  * layout: positions in the whole parameter (numbers.h); NULL: they are consecutive.
  * offset: the position of the first weight in the parameter. */
 #define WEIGHTS_FIELDS(FIELD, S)      \

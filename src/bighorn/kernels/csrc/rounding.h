@@ -63,9 +63,12 @@ FORCE_INLINE_TEMPLATE float raised(const int type, float x) {
     return (bits & 0x7fffffffu) < 0x38800000u ? from_bits(0x38800000u | (bits & 0x80000000u)) : 0; /* 2^-14 */
 }
 
+/* Returns the number of bits of a float32 that a type lacks. */
+FORCE_INLINE int dropped_bits(const int type) { return type == BFLOAT16 ? 16 : 13; }
+
 /* Rounds a value to one of its two neighbours; the result is in float32. */
 FORCE_INLINE_TEMPLATE float round_by_chance(const int type, float value, uint32_t bits) {
-    const int dropped = type == BFLOAT16 ? 16 : 13;
+    const int dropped = dropped_bits(type);
     float shift = raised(type, value);
     uint32_t moved = (to_bits(value + shift) + (bits >> (32 - dropped))) & (0xffffffffu << dropped);
     return is_finite(value) ? from_bits(moved) - shift : value;
@@ -77,6 +80,29 @@ FORCE_INLINE_TEMPLATE int16_t lost_bits(const int type, float value, float near)
     int32_t lost = (int32_t)(to_bits(value + shift) - to_bits(near + shift));
     lost = lost < INT16_MIN ? INT16_MIN : lost > INT16_MAX ? INT16_MAX : lost;
     return (int16_t)(is_finite(near) ? lost : 0);
+}
+
+/* Returns the bits of a value, raised, rounded to the 8 that "kahan8" keeps beside the type's. */
+FORCE_INLINE_TEMPLATE uint32_t with_8_bits(const int type, float value) {
+    const int unit = dropped_bits(type) - 8;
+    return (to_bits(value + raised(type, value)) + (1u << (unit - 1))) & (0xffffffffu << unit);
+}
+
+/* Rounds a value to the half from which its `bits` by `with_8_bits` are -128 to 127 units: up, where both are as near.
+ */
+FORCE_INLINE_TEMPLATE uint16_t to_half_below(const int type, float value, uint32_t bits) {
+    const int dropped = dropped_bits(type);
+    float near = from_bits((bits + (1u << (dropped - 1))) & (0xffffffffu << dropped)) - raised(type, value);
+    near = from_bits((to_bits(near) & 0x7fffffffu) | (to_bits(value) & 0x80000000u));
+    return to_half(type, is_finite(value) ? near : value);
+}
+
+/* Returns the units from `near` to a value whose bits are by `with_8_bits`. */
+FORCE_INLINE_TEMPLATE int8_t lost_units(const int type, float value, uint32_t bits, float near) {
+    float shift = raised(type, near), kept = from_bits(bits) - raised(type, value);
+    int32_t lost = (int32_t)(to_bits(kept + shift) - to_bits(near + shift)) >> (dropped_bits(type) - 8);
+    lost = lost < INT8_MIN ? INT8_MIN : lost > INT8_MAX ? INT8_MAX : lost;
+    return (int8_t)(is_finite(near) ? lost : 0);
 }
 
 /* A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN, so the
@@ -96,10 +122,17 @@ FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master
 FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, const uint16_t *restrict x, int64_t start,
                                        int n, real *restrict out) {
     const int16_t *restrict lost = (const int16_t *)w->aux + start;
+    const int8_t *restrict units = (const int8_t *)w->aux + start;
     const float *restrict master = (const float *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
         for (int i = 0; i < n; i++) out[i] = with_lost_bits(type, from_half(type, x[i]), lost[i]);
+    } else if (w->rounding == ROUND_KAHAN8) {
+        const int unit = 1 << (dropped_bits(type) - 8);
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            out[i] = with_lost_bits(type, from_half(type, x[i]), (int16_t)(units[i] * unit));
+        }
     } else {
 #pragma omp simd
         for (int i = 0; i < n; i++) out[i] = with_master(type, from_half(type, x[i]), master[i]);
@@ -109,11 +142,19 @@ FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, const u
 FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, uint16_t *restrict x,
                                         int64_t start, int n, const real *restrict values) {
     int16_t *restrict lost = (int16_t *)w->aux + start;
+    int8_t *restrict units = (int8_t *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
 #pragma omp simd
         for (int i = 0; i < n; i++) {
             x[i] = to_half(type, (float)values[i]);
             lost[i] = lost_bits(type, (float)values[i], from_half(type, x[i]));
+        }
+    } else if (w->rounding == ROUND_KAHAN8) {
+#pragma omp simd
+        for (int i = 0; i < n; i++) {
+            uint32_t bits = with_8_bits(type, (float)values[i]);
+            x[i] = to_half_below(type, (float)values[i], bits);
+            units[i] = lost_units(type, (float)values[i], bits, from_half(type, x[i]));
         }
     } else {
         uint32_t bits[PIECE_ELEMS];

@@ -16,6 +16,10 @@ def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
         return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
             tl.load(row_ptr + common.KEPT), start, tl.int16
         )
+    elif ROUNDING == "kahan8":
+        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
+            tl.load(row_ptr + common.KEPT), start, tl.int8
+        )
     else:
         return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
             tl.load(row_ptr + common.KEPT), start, tl.float32
@@ -32,11 +36,13 @@ def weight_addresses(row_ptr):
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
     """Return the values that a parameter stands for, widened; 0 for elements outside the mask."""
     stored = common.widened(common.read(weight[0], offsets, mask, VECTOR))
-    if ROUNDING == "kahan":
+    if ROUNDING == "kahan" or ROUNDING == "kahan8":
+        UNIT: tl.constexpr = 1 if ROUNDING == "kahan" else 32 if tl.float16 == weight[0].dtype.element_ty else 256
         shift = raised(stored, weight[0].dtype.element_ty)
         near = stored + shift
+        lost = common.read(weight[1], offsets, mask, VECTOR).to(tl.int32)
         # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
-        lost = tl.where(near == 0, 0, common.read(weight[1], offsets, mask, VECTOR).to(tl.int32))
+        lost = tl.where(near == 0, 0, lost * UNIT)
         return common.as_float(common.as_bits(near) + lost) - shift
     elif ROUNDING == "master":
         master = common.read(weight[1], offsets, mask, VECTOR)
@@ -53,6 +59,8 @@ def write_weight(weight, offsets, mask, value, rng, ROUNDING: tl.constexpr, VECT
     """
     if ROUNDING == "stochastic":
         value = stochastic(value, random_bits(rng[0], rng[1], rng[2]), weight[0].dtype.element_ty)
+    if ROUNDING == "kahan8":
+        return write_with_8_bits(weight, offsets, mask, value, VECTOR)
     near = common.write(weight[0], offsets, mask, value, VECTOR)
     if ROUNDING == "kahan":
         shift = raised(near, weight[0].dtype.element_ty)
@@ -61,6 +69,25 @@ def write_weight(weight, offsets, mask, value, rng, ROUNDING: tl.constexpr, VECT
         common.write(weight[1], offsets, mask, lost, VECTOR)
     elif ROUNDING == "master":
         common.write(weight[1], offsets, mask, value, VECTOR)
+    return near
+
+
+@triton.jit
+def write_with_8_bits(weight, offsets, mask, value, VECTOR: tl.constexpr):
+    """Store a parameter, and as its compensation the next 8 bits of a value; return the stored parameter."""
+    X: tl.constexpr = weight[0].dtype.element_ty
+    DROPPED: tl.constexpr = 13 if tl.float16 == X else 16
+    UNIT: tl.constexpr = DROPPED - 8
+    shift = raised(value, X)
+    bits = (common.as_bits(value + shift) + (1 << (UNIT - 1))) & -(1 << UNIT)
+    # A half is rounded up, so that what is lost of a bfloat16 is -128 to 127 of its units.
+    half = common.as_float((bits + (1 << (DROPPED - 1))) & -(1 << DROPPED)) - shift
+    half = common.as_float((common.as_bits(half) & 0x7FFFFFFF) | (common.as_bits(value) & -(2**31)))
+    near = common.write(weight[0], offsets, mask, tl.where(tl.abs(value) < float("inf"), half, value), VECTOR)
+    above = raised(near, X)
+    lost = (common.as_bits(common.as_float(bits) - shift + above) - common.as_bits(near + above)) >> UNIT
+    lost = tl.where(tl.abs(near) < float("inf"), tl.minimum(tl.maximum(lost, -128), 127), 0)
+    common.write(weight[1], offsets, mask, lost, VECTOR)
     return near
 
 

@@ -261,3 +261,33 @@ def test_a_torch_scheduler_drives_it(layer: str) -> None:
 def test_a_fixed_training_is_the_same_twice(layer: str) -> None:
     first, second = (trained(lambda params: LAYERS[layer][0](params, lr), torch.float32) for _ in range(2))
     assert all(value.equal(second[name]) for name, value in first.items())
+
+
+def test_apex_groups_count_their_steps() -> None:
+    """PolyWarmUpScheduler of NVIDIA's BERT reads the count, also right after a checkpoint has been loaded."""
+    params = weights(torch.float32)
+    optimizer = apex.FusedLAMB(params.values())
+    for number in range(3):
+        step(params, optimizer, number)
+    of_apex = {
+        "lr": 0.1,
+        "bias_correction": True,
+        "betas": (0.9, 0.999),
+        "eps": 1e-6,
+        "weight_decay": 0.01,
+        "grad_averaging": True,
+        "max_grad_norm": 1.0,
+        "params": list(range(len(params))),
+        "step": 3,
+    }
+    moments = ({name: state[name] for name in ("exp_avg", "exp_avg_sq")} for state in optimizer.state.values())
+    checkpoint = {"state": dict(enumerate(moments)), "param_groups": [of_apex]}
+    loaded = apex.FusedLAMB(params.values())
+    with pytest.warns(bighorn.ConvertedStateWarning, match="checkpoint of apex's FusedLAMB"):
+        loaded.load_state_dict(checkpoint)
+    again = apex.FusedMixedPrecisionLamb(weights(torch.float32).values())
+    again.load_state_dict(optimizer.state_dict())
+    for each in (optimizer, loaded, again, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert [group["step"] for group in each.param_groups] == [3]
+    step(params, loaded, 3)
+    assert loaded.param_groups[0]["step"] == 4

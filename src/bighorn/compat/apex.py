@@ -19,6 +19,8 @@ __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 class FusedLAMB(Lamb):
     """apex's FusedLAMB, on any device: LAMB with a clip, and no trust ratio where there is no weight decay.
 
+    Each group has apex's `step`, the number of `step()` calls, for schedulers that read it.
+
     Args:
         params: Tensors, (name, tensor) pairs, or groups, as `bighorn.Lamb` takes them.
         lr: Learning rate, in any form that `bighorn.Lamb` takes. Default: 1e-3.
@@ -77,6 +79,19 @@ class FusedLAMB(Lamb):
             decay_mode="ratio" if flag("adam_w_mode", adam_w_mode) else "l2",
             always_adapt=flag("use_nvlamb", use_nvlamb),
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._count_steps()
+
+    def _step(self, *args: Any) -> None:
+        super()._step(*args)
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        # NVIDIA's PolyWarmUpScheduler reads it; without it the learning rate stays at its first value.
+        for group in self.param_groups:
+            group["step"] = group["schedule_step"]
 
 
 @knows_its_keywords

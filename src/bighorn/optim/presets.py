@@ -312,7 +312,7 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "corrected_weight_decay": ("timm", "give weight_decay as a schedule: its value times lr / the largest lr"),
     "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False'),
     "set_grad_none": ("apex", "use zero_grad(set_to_none=...)"),
-    "reduced_precision_dtype": ("apex", "leave it out: 16-bit parameters have float32 moments"),
+    "reduced_precision_dtype": ("apex", 'use weight_rounding="master", for float32 weights of 16-bit parameters'),
     "min_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
     "max_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
     "clamp_value": ("torch_optimizer", "use weight_norm_bounds=(0, clamp_value)"),

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import bighorn
 from bighorn.compat import apex, mindformers, mindspore, npu_bridge, pytorch_fused_lamb, timm, torch_npu
 from tests.support import scalar_formulas
-from tests.support.compat_training import LRS, assert_close, by_scalar, step, trained, weights
+from tests.support.compat_training import LRS, assert_close, by_scalar, gradient, step, trained, weights
 from tests.support.tables import for_every
 
 Params = Mapping[str, Parameter]
@@ -291,3 +291,25 @@ def test_apex_groups_count_their_steps() -> None:
         assert [group["step"] for group in each.param_groups] == [3]
     step(params, loaded, 3)
     assert loaded.param_groups[0]["step"] == 4
+
+
+@for_every("kind", (torch.amp.GradScaler, bighorn.LossScaler), ids=lambda kind: kind.__name__)
+def test_apex_masters_step_float16_gradients_of_a_scaler(kind: Callable[..., Any]) -> None:
+    """torch's GradScaler refuses to unscale them for any other optimizer."""
+    params = weights(torch.float16)
+    optimizer = apex.FusedMixedPrecisionLamb(params.values(), reduced_precision_dtype=torch.float16)
+    scaler = kind(device="cpu", init_scale=4.0) if kind is torch.amp.GradScaler else kind(bighorn.FixedScale(4.0))
+    plain = weights(torch.float16)
+    expected = apex.FusedMixedPrecisionLamb(plain.values(), reduced_precision_dtype=torch.float16)
+    for number in range(2):
+        for name, param in params.items():
+            param.grad = scaler.scale(gradient(name, number, torch.float16))
+        step(plain, expected, number)
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(param.equal(plain[name]) for name, param in params.items())
+    before = {name: param.detach().clone() for name, param in params.items()}
+    for param in params.values():
+        param.grad = torch.full_like(param, float("inf"))
+    scaler.step(optimizer)
+    assert all(param.equal(before[name]) for name, param in params.items())

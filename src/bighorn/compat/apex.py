@@ -127,6 +127,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         >>> optimizer.step()
     """
 
+    _step_supports_amp_scaling = True  # as in apex: torch's GradScaler refuses float16 gradients without it
+
     def __init__(
         self,
         params: ParamsT,

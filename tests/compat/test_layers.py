@@ -279,12 +279,14 @@ def test_apex_groups_count_their_steps() -> None:
         "max_grad_norm": 1.0,
         "params": list(range(len(params))),
         "step": 3,
+        "initial_lr": 0.1,  # of torch's schedulers
     }
     moments = ({name: state[name] for name in ("exp_avg", "exp_avg_sq")} for state in optimizer.state.values())
     checkpoint = {"state": dict(enumerate(moments)), "param_groups": [of_apex]}
     loaded = apex.FusedLAMB(params.values())
-    with pytest.warns(bighorn.ConvertedStateWarning, match="checkpoint of apex's FusedLAMB"):
+    with pytest.warns(bighorn.ConvertedStateWarning, match="checkpoint of apex's FusedLAMB") as caught:
         loaded.load_state_dict(checkpoint)
+    assert "initial_lr" not in str(caught[0].message)
     again = apex.FusedMixedPrecisionLamb(weights(torch.float32).values())
     again.load_state_dict(optimizer.state_dict())
     for each in (optimizer, loaded, again, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):

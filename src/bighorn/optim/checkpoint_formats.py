@@ -77,7 +77,7 @@ class Format:
 
     def others(self, group: Group, here: Group) -> list[str]:
         """The keys of a group that are neither of this format nor of the group into which it is loaded."""
-        return [key for key in group if key not in {*NO_OPTIONS, *here, *self._gone}]
+        return [key for key in group if key not in {*NO_OPTIONS, "initial_lr", *here, *self._gone}]
 
     @property
     def _gone(self) -> set[str]:

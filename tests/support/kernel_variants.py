@@ -51,8 +51,12 @@ class Variant:
         return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
 
     def traits(self) -> set[tuple[object, ...]]:
-        """Return what can fail in a Triton version: each value of a constant in each kernel, and each target."""
-        values = [(key, str(value)) for key, value in self.constants + self.options]
+        """Return what can fail in a Triton version: each value of a constant in each kernel, and each target.
+
+        Some versions have no linker for AMD's GPUs, so that NVIDIA's have all values too.
+        """
+        vendor = TARGETS[self.target][0]
+        values = [(vendor, key, str(value)) for key, value in self.constants + self.options]
         return {(self.name, *each) for each in ((self.target,), *values)}
 
 

@@ -175,7 +175,7 @@ def _about(name: str) -> list[str]:
 
 
 def equal_table(name: str) -> str:
-    """Return the tables of a comparison, one for each batch size, and its pictures."""
+    """Return the tables of a comparison, one for each batch size, and its pictures if there are several."""
     lines = _about(name)
     for batch, row in cells_of(name).items():
         metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
@@ -183,6 +183,8 @@ def equal_table(name: str) -> str:
         lines += ["", f"At batch {batch:,} ({row[0].saved['steps']:,} steps):", ""]
         lines += _markdown([*head, "first good", "lost", "state"], [figures(cell, row) for cell in row])
     cells = cells_of(name)
+    if len(cells) == 1:
+        return "\n".join(lines) + "\n"
     metric = next(iter(cells.values()))[0].metric
     words = "; ".join(
         f"{first.name} "
@@ -257,6 +259,8 @@ def written() -> str:
 def pictures(name: str) -> dict[str, str]:
     """Return the pictures of a comparison by the names of their files."""
     cells = cells_of(name)
+    if len(cells) == 1:
+        return {}
     return {name: equal_pictures.by_batch(cells), f"{name}-rates": equal_pictures.by_rate(cells)}
 
 

@@ -31,7 +31,13 @@ from bighorn.cli.verdict import interval
 from equal_tuning import Cell, cells_of
 from equal_tuning import load as load_file
 
-STUDIES = {"equal-digits": None, "equal-lenet": "mnist", "lamb-appendix": "mnist", "equal-characters": "text"}
+STUDIES = {
+    "equal-digits": None,
+    **dict.fromkeys(
+        ("equal-lenet", "equal-resnet", "equal-lenet-steps-60", "equal-lenet-steps-300", "lamb-appendix"), "mnist"
+    ),
+    "equal-characters": "text",
+}
 """The published comparisons, each with the option that names its data."""
 
 NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}

@@ -1,7 +1,7 @@
 """A Llama of 1.1 billion parameters, new weights, trained within 6 GB of memory on a CPU, or on a GPU.
 
-python billion.py                             Came: int4 momentum, bf16 weights, gradients freed as they are used
-python billion.py --state-dtype int8          the momentum in 8 bits, half a byte more
+python billion.py                             Came: int8 momentum, bf16 weights, gradients freed as they are used
+python billion.py --state-dtype int4          the momentum in 4 bits
 python billion.py --optimizer adamw-bf16      the same model with AdamW: the limit ends it
 python billion.py --text FILE --steps 300     more of your own text
 
@@ -67,7 +67,7 @@ def main() -> None:
     """Build the model under the limit, and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=DTYPES, default="came")
-    parser.add_argument("--state-dtype", choices=("int4", "int8"), default="int4", help="of Came's momentum")
+    parser.add_argument("--state-dtype", choices=("int8", "int4"), default="int8", help="of Came's momentum")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="the limit, 10^9 bytes; 0: none")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=128, help="of a step")

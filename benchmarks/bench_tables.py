@@ -94,8 +94,10 @@ OWN_PEERS = {
     **{
         f"{name}-{way}": Peer(f"{kind.__name__}, {way}", ours(kind, weight_rounding=way), "bighorn")
         for name, kind in (("lamb", Lamb), ("came", Came))
-        for way in ("stochastic", "kahan", "master")
+        for way in ("stochastic", "kahan", "kahan8", "master")
     },
+    "lamb-int4": Peer("Lamb, int4 states", ours(Lamb, state_dtype="int4"), "bighorn"),
+    "came-int4": Peer("Came, int4", ours(Came, state_dtype="int4"), "bighorn"),
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled loop", _compiled, "torch"),
     "bitsandbytes-adamw8bit": Peer(
@@ -118,8 +120,9 @@ OWN_TABLES = {
     "precision": BenchTable(
         baseline="adamw",
         peers=(
-            *("lamb", "lamb-fp32", "lamb-fp16", "lamb-int8", "lamb-stochastic", "lamb-kahan", "lamb-master"),
-            *("came", "came-int8", "came-stochastic", "came-kahan", "came-master"),
+            *("lamb", "lamb-fp32", "lamb-fp16", "lamb-int8", "lamb-int4"),
+            *("lamb-stochastic", "lamb-kahan", "lamb-kahan8", "lamb-master"),
+            *("came", "came-int8", "came-int4", "came-stochastic", "came-kahan", "came-kahan8", "came-master"),
         ),
         shapes=("vit_small", "bert_base"),
         columns=("ms", "ratio", "p10-p90", "temporaries", "state", "error"),

@@ -117,8 +117,8 @@ def test_the_words_for_the_pictures_say_what_the_files_say() -> None:
         assert f"{label} {low:.2f} to {high:.2f}" in text
     assert f"{ratios[-1]['Lamb']['median']:.2f} and {ratios[-1]['Came']['median']:.2f} on BERT-base in bf16" in text
     rows = front.memory_rows()
-    least = rows["Came, int8, stochastic, released"]
-    assert f"{least['weights'] + least['gradients'] + least['state']:.1f} for Came with an int8 momentum" in text
+    least = rows["Came, int4, stochastic, released"]
+    assert f"{least['weights'] + least['gradients'] + least['state']:.1f} for Came with an int4 momentum" in text
     *_, largest = equal_tuning.cells_of("equal-lenet").values()
     accuracies = ", ".join(f"{cell.name} {statistics.fmean(cell.finals.values()):.1%}" for cell in largest)
     home = " ".join((ROOT / "docs" / "index.md").read_text().split())
@@ -129,7 +129,7 @@ def test_the_page_of_precisions_says_what_was_measured() -> None:
     page = (ROOT / "docs" / "precision-results.md").read_text()
     columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
     labels = list(columns[0])[1:]  # without the one that the others are relative to
-    assert len(labels) == 12
+    assert len(labels) == 16
     for label in labels:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
 

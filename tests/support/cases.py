@@ -118,8 +118,6 @@ class Case:
             return self.leaves is not HUGE
         if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
             return False
-        if backend == "cpu" and self.kind is Lamb and self.options.get("state_dtype") == "int4":
-            return False
         groups = (self.options, *self.groups)
         return not any(leaves_out(backend, group) for group in groups)
 

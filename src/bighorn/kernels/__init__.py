@@ -190,7 +190,6 @@ def _unsupported_reason(
         return "ranks hold parts of its rows"
     for option, value in options.rare.items() if name not in SERVES_RARE else ():
         if getattr(options, option) == value:
-            asked = 'state_dtype="int4"' if option == "packed" else f"{option}={value!r}"
-            return f"{asked} has no compiled kernel"
+            return f"{option}={value!r} has no compiled kernel"
     reason: str | None = served.unsupported_reason(param, options)
     return reason if reason or shard is None else served.unsupported_shard_reason(shard, options)

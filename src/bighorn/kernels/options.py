@@ -66,7 +66,7 @@ class KernelOptions:
     metrics: ClassVar[tuple[str, ...]]
     """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
 
-    rare: ClassVar[Mapping[str, object]] = {"packed": True}
+    rare: ClassVar[Mapping[str, object]] = {}
     """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
 
     lr: Annotated[float | Tensor, Option(c=float)]
@@ -87,11 +87,7 @@ class LambOptions(KernelOptions):
 
     algorithm = "lamb"
     metrics = ("weight_norm", "update_norm", "trust_ratio")
-    rare: ClassVar[Mapping[str, object]] = {
-        **KernelOptions.rare,
-        "cautious": True,
-        "second_moment": "amsgrad",
-    }
+    rare: ClassVar[Mapping[str, object]] = {"cautious": True, "second_moment": "amsgrad"}
 
     betas: Annotated[tuple[float, float], Option(betas(2), tuple)]
     eps: Annotated[float, Option(between(0), float)]
@@ -113,7 +109,6 @@ class CameOptions(KernelOptions):
 
     algorithm = "came"
     metrics = ("update_rms", "clip_factor", "confidence")
-    rare: ClassVar[Mapping[str, object]] = {}
 
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]

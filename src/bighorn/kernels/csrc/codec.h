@@ -105,6 +105,20 @@ typedef struct {
 static inline int first_nibble(int8_t both) { return (int8_t)(both << 4) >> 4; }
 static inline int second_nibble(int8_t both) { return both >> 4; }
 
+/* Copies an even number of codes from `both`, two to a byte, and to it. */
+static inline void unpack_nibbles(const int8_t *restrict both, int n, int8_t *restrict codes) {
+#pragma omp simd
+    for (int i = 0; i < n / 2; i++) {
+        codes[2 * i] = (int8_t)first_nibble(both[i]);
+        codes[2 * i + 1] = (int8_t)second_nibble(both[i]);
+    }
+}
+
+static inline void pack_nibbles(const int8_t *restrict codes, int n, int8_t *restrict both) {
+#pragma omp simd
+    for (int i = 0; i < n / 2; i++) both[i] = (int8_t)((codes[2 * i] & 15) | (uint8_t)codes[2 * i + 1] << 4);
+}
+
 FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
                                   real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
@@ -154,9 +168,7 @@ FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *da
                 const int code = (in_2_16ths + (int)(dither >> 16)) >> 16;
                 each[i] = (int8_t)(ready[i] < 0 ? -code : code);
             }
-#pragma omp simd
-            for (int i = 0; i < part.size / 2; i++)
-                codes[i] = (int8_t)((each[2 * i] & 15) | (uint8_t)each[2 * i + 1] << 4);
+            pack_nibbles(each, part.size, codes);
         } else {
 #pragma omp simd
             for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + ROUND_TO_INTEGER);

@@ -25,14 +25,15 @@ typedef struct {
 } LambLaneSums;
 
 /* Forms and types are compile-time constants of each function. */
-#define FOR_FORMS(block, function, ...)                                                                      \
-    ((block)->row->state_type == INT8                                                                        \
-         ? ((block)->type == BFLOAT16 ? function(CODEC_SIGNED, CODEC_UNSIGNED, BFLOAT16, block, __VA_ARGS__) \
-                                      : function(CODEC_SIGNED, CODEC_UNSIGNED, FLOAT32, block, __VA_ARGS__)) \
-         : ((block)->type == BFLOAT16 ? function(CODEC_HALF, CODEC_HALF_ROOT, BFLOAT16, block, __VA_ARGS__)  \
-                                      : function(CODEC_HALF, CODEC_HALF_ROOT, FLOAT32, block, __VA_ARGS__)))
+#define FOR_TYPE(first, second, block, function, ...)                                  \
+    ((block)->type == BFLOAT16 ? function(first, second, BFLOAT16, block, __VA_ARGS__) \
+                               : function(first, second, FLOAT32, block, __VA_ARGS__))
+#define FOR_FORMS(block, function, ...)                                                                         \
+    ((block)->row->state_type == INT8   ? FOR_TYPE(CODEC_SIGNED, CODEC_UNSIGNED, block, function, __VA_ARGS__)  \
+     : (block)->row->state_type == INT4 ? FOR_TYPE(CODEC_NIBBLES, CODEC_UNSIGNED, block, function, __VA_ARGS__) \
+                                        : FOR_TYPE(CODEC_HALF, CODEC_HALF_ROOT, block, function, __VA_ARGS__))
 
-static int64_t code_bytes(const LayerRow *row) { return row->state_type == INT8 ? 1 : 2; }
+static int64_t code_bytes(const LayerRow *row) { return row->state_type == FLOAT16 ? 2 : 1; }
 
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
@@ -53,11 +54,12 @@ FORCE_INLINE_TEMPLATE Lanes powers(const enum CodecForm form, Lanes reduced) {
 
 FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *codes, int i) {
     if (form == CODEC_HALF || form == CODEC_HALF_ROOT) return load_float16((const uint16_t *)codes + i);
+    if (form == CODEC_NIBBLES) return from_ints(load_bytes((const uint8_t *)codes + i, 1));
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == CODEC_SIGNED)));
 }
 
-/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED is dithered by `dither`
- * (rounding.h). */
+/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED and CODEC_NIBBLES, here in a
+ * byte each, are dithered by `dither` (rounding.h). */
 FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value, float factor, LaneWords dither,
                                          void *codes, int i) {
     Lanes power = value * factor;
@@ -72,6 +74,12 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
         store_bytes((uint8_t *)codes + i, (LaneWords)code);
         return powers(CODEC_SIGNED,
                       fused(code, lanes(REDUCED(CODEC_SIGNED)), lanes(-ROUND_TO_INTEGER * REDUCED(CODEC_SIGNED))));
+    }
+    if (form == CODEC_NIBBLES) {
+        Lanes code = from_ints((nearest_ints(magnitudes(power) * 0x1p16f) + (dither >> 16)) >> 16);
+        code = with_sign(code, power);
+        store_bytes((uint8_t *)codes + i, nearest_ints(code));
+        return code;
     }
     const float in_2_16ths = 0x1p16f / REDUCED(CODEC_UNSIGNED);
     LaneWords code = (nearest_ints((Lanes)((LaneWords)power >> 2) * in_2_16ths) + (dither >> 16)) >> 16;
@@ -109,8 +117,14 @@ static void load_block(LambQuantBlock *block, const LayerRow *row, CodecPart par
     block->row = row, block->start = start, block->scale = part.scale, block->n = part.size;
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
     block->u = u ? u : block->u_buffer, block->wanted = u;
+    if (row->state_type == INT4) {
+        memset(block->m_buffer, 0, sizeof block->m_buffer);
+        unpack_nibbles((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
+        block->m_codes = block->m_buffer;
+    }
     if (block->n % LANES) {
-        block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
+        if (row->state_type != INT4)
+            block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
         block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
         block->u = block->u_buffer;
     }
@@ -193,9 +207,11 @@ static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSum
     make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
     FOR_FORMS(block, encode_as, *f, sums);
+    if (row->state_type == INT4) pack_nibbles(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
     if (block->n % LANES) {
         const int64_t bytes = code_bytes(row);
-        memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
+        if (row->state_type != INT4)
+            memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
         memcpy((char *)row->exp_avg_sq + block->start * bytes, block->v_codes, (size_t)(block->n * bytes));
         if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
     }

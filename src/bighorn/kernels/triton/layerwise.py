@@ -95,6 +95,8 @@ class LayerwiseStepper(Stepper[Options]):
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
         reason, in_blocks = unsupported(param), getattr(options, "blocks", False)
+        if options.packed:
+            return 'state_dtype="int4" has no Triton kernel'
         if in_blocks and param.dtype == torch.float64:
             return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
         if (

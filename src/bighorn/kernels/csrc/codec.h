@@ -102,7 +102,7 @@ typedef struct {
 } CodecData;
 
 /* The codes of a byte. */
-static inline int first_nibble(int8_t both) { return (int8_t)(both << 4) >> 4; }
+static inline int first_nibble(int8_t both) { return (int8_t)((uint8_t)both << 4) >> 4; }
 static inline int second_nibble(int8_t both) { return both >> 4; }
 
 /* Copies an even number of codes from `both`, two to a byte, and to it. */

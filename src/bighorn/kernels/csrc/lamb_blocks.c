@@ -118,13 +118,11 @@ static void load_block(LambQuantBlock *block, const LayerRow *row, CodecPart par
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
     block->u = u ? u : block->u_buffer, block->wanted = u;
     if (row->state_type == INT4) {
-        memset(block->m_buffer, 0, sizeof block->m_buffer);
         unpack_nibbles((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
         block->m_codes = block->m_buffer;
     }
     if (block->n % LANES) {
-        if (row->state_type != INT4)
-            block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
+        block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
         block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
         block->u = block->u_buffer;
     }
@@ -207,11 +205,11 @@ static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSum
     make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
     FOR_FORMS(block, encode_as, *f, sums);
+    const int64_t bytes = code_bytes(row);
     if (row->state_type == INT4) pack_nibbles(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
+    else if (block->n % LANES)
+        memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
     if (block->n % LANES) {
-        const int64_t bytes = code_bytes(row);
-        if (row->state_type != INT4)
-            memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
         memcpy((char *)row->exp_avg_sq + block->start * bytes, block->v_codes, (size_t)(block->n * bytes));
         if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
     }

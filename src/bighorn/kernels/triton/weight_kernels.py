@@ -12,18 +12,8 @@ SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
 @triton.jit
 def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
     """Return pointers to a parameter and to its aux state, from an element on."""
-    if ROUNDING == "kahan":
-        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
-            tl.load(row_ptr + common.KEPT), start, tl.int16
-        )
-    elif ROUNDING == "kahan8":
-        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
-            tl.load(row_ptr + common.KEPT), start, tl.int8
-        )
-    else:
-        return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(
-            tl.load(row_ptr + common.KEPT), start, tl.float32
-        )
+    KEPT: tl.constexpr = tl.int16 if ROUNDING == "kahan" else tl.int8 if ROUNDING == "kahan8" else tl.float32
+    return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(tl.load(row_ptr + common.KEPT), start, KEPT)
 
 
 @triton.jit

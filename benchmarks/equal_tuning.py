@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import equal_pictures
+from bighorn.cli.config import RunConfig
 from bighorn.cli.metrics import is_share, metric_text
 from bighorn.cli.verdict import interval
 from equal_pictures import BASELINE
@@ -61,6 +62,11 @@ class Cell:
     def metric(self) -> str:
         """The metric that decides."""
         return "accuracy" if "accuracy" in self.saved else "loss"
+
+    def config(self, data: str | None) -> RunConfig:
+        """Return the options of its final runs, for data at a path of this machine."""
+        saved = self.saved["config"]
+        return RunConfig(**saved | {"optimizer_option": tuple(saved["optimizer_option"])}, data=data)
 
     @property
     def finals(self) -> dict[int, float]:

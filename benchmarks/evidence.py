@@ -59,11 +59,9 @@ def repeats(study: str, data: str | None) -> list[Repeat]:
     """Return what is run again of a comparison."""
     found = []
     for cell in (each for row in cells_of(study).values() for each in row):
-        saved = cell.saved["config"]
-        config = RunConfig(**saved | {"optimizer_option": tuple(saved["optimizer_option"])}, data=data)
         count = max(1, (len(cell.trials) + len(cell.finals)) // SHARE)
         first = max(cell.finals) + 1
-        found.append(Repeat(study, cell, config, tuple(range(first, first + count))))
+        found.append(Repeat(study, cell, cell.config(data), tuple(range(first, first + count))))
     return found
 
 

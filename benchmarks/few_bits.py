@@ -24,9 +24,8 @@ from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.metrics import is_share
-from bighorn.cli.tasks import load
-from bighorn.cli.trials import make
 from bighorn.cli.verdict import interval
+from evidence import value
 
 RESULT = equal_tuning.RESULTS / "few-bits.json"
 PAGE = equal_tuning.DOCS / "precision-results.md"
@@ -48,17 +47,11 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def config_of(cell: equal_tuning.Cell, data: str, form: dict[str, Any], seed: int) -> RunConfig:
     """Return the options of a run: those of a cell, in another form."""
-    saved = cell.saved["config"]
-    config = RunConfig(**saved | {"optimizer_option": tuple(saved["optimizer_option"])}, data=data)
+    config = cell.config(data)
     if "weight_rounding" in form:
         rounding = f"weight_rounding={form['weight_rounding']}"
         config = replace(config, precision="bf16", optimizer_option=(*config.optimizer_option, rounding))
     return replace(config, state_dtype=form.get("state_dtype"), seed=seed)
-
-
-def value(config: RunConfig) -> float:
-    """Return the metric of a run on test data."""
-    return make(config, load(config.task, config.data), "test").value
 
 
 def measure(data: dict[str, str], seeds: int, processes: int) -> list[dict[str, Any]]:

@@ -120,6 +120,17 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
 
 
 @interpreted
+def test_slices_of_a_stacked_parameter_draw_the_bits_of_this_step() -> None:
+    """The program of one of them counts the step for all, before the second pass."""
+    made = (bucket((3, 512), (3, 512), dtype=torch.bfloat16, weight_rounding="stochastic") for _ in "12")
+    ours, exact = (replace(of, steps=[of.steps[0]] * 2, unique_steps=of.steps[:1]) for of in made)
+    stepped(ours)
+    kernels.kernel("reference", "lamb")([exact]).step()
+    for mine, true in zip(ours.params, exact.params, strict=True):
+        assert (mine != true).double().mean() < 0.01
+
+
+@interpreted
 def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
     """float32 does not represent every integer there; the weights equal the reference's, which draws the same bits."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}

@@ -89,7 +89,12 @@ def run_chunk(
         common.gradient_scale(scale_ptr, option_ptr, mode.COMPUTE),
         NUMBERS(option_ptr, factor_ptr, mode.COMPUTE),
     )
-    t = common.count(row_ptr) if FIRST_PASS else tl.load(factor_ptr + STEP_NUMBER)
+    if FIRST_PASS:
+        t = common.count(row_ptr)
+        # Not in `run_tensor`, where another slice of a stacked parameter may have counted the step.
+        tl.store(factor_ptr + STEP_NUMBER, t)
+    else:
+        t = tl.load(factor_ptr + STEP_NUMBER)
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.V_FORM == "unsigned"
     positions = first, start, tl.load(row_ptr + common.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
@@ -187,7 +192,6 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
     weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK))
     update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK))
     update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
-    tl.store(factor_ptr + STEP_NUMBER, common.count(row_ptr))
     metrics = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(metrics, weight_norm.to(tl.float32))
     tl.store(metrics + 1, update_norm.to(tl.float32))

@@ -39,11 +39,14 @@ def bucket(
     state_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Bucket[LambOptions]:
-    """Return rows with a gradient each and a state as after some steps, in blocks if it is float16 or int8."""
+    """Return rows with a gradient each and a state as after some steps, in blocks if it is float16, int8 or uint8.
+
+    With uint8, the first moment is in 4 bits.
+    """
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     state = {name: [torch.rand(shape).to(state_dtype) for shape in shapes] for name in ("exp_avg", "exp_avg_sq")}
-    blocks = state_dtype in (torch.float16, torch.int8)
+    blocks = state_dtype in (torch.float16, torch.int8, torch.uint8)
     for name, square in (("exp_avg", False), ("exp_avg_sq", True)) if blocks else ():
         form = codec.MOMENT_FORMS[name][torch.uint8 if square and state_dtype == torch.int8 else state_dtype]
         coded = [codec.encode(torch.rand(shape) - (0 if square else 0.5), form) for shape in shapes]
@@ -53,7 +56,7 @@ def bucket(
     steps = [torch.tensor(3.0) for _ in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
-    options = {"blocks": blocks, **options}
+    options = {"blocks": blocks, "packed": state_dtype == torch.uint8, **options}
     return Bucket(
         replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
     )
@@ -88,11 +91,11 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
 
 @interpreted
 @pytest.mark.parametrize("way", ROUNDING_MODES)
-@pytest.mark.parametrize("state_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.int8, torch.uint8, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapt", [True, False])
 def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:
     """The rows are whole blocks, more than a block or less than one; both backends draw the same random bits."""
-    shapes = (3, 512), (5, 260), (6, 20), (2, 3, 101)
+    shapes = (3, 512), (5, 260), (6, 20), (2, 3, 100 if state_dtype == torch.uint8 else 101)
     ours, exact = (
         bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
     )
@@ -116,7 +119,10 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     kept = {name: of.state[name] for name in rounding.AUX_STATE[of.options.weight_rounding]}
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.load_weight(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
-    return {"x": weights, **{name: tensors for name, tensors in of.state.items() if name not in kept}}
+    state = {name: tensors for name, tensors in of.state.items() if name not in kept}
+    if of.options.packed:
+        state["exp_avg"] = [codec.unpacked(each).to(torch.int8) for each in state["exp_avg"]]
+    return {"x": weights, **state}
 
 
 @interpreted

@@ -21,7 +21,8 @@ from tests.support.triton_interpreter import compiled, interpreted, mostly_slow,
 pytest.importorskip("triton")
 
 Factor = Literal["matrix", "last_two"]
-F32, BF16, F16, F64, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INT8, INT4 = torch.int8, torch.uint8
 OPTIONS = replace(DEFAULTS, bias_correction=True, scale_parameter=True)
 
 
@@ -41,8 +42,9 @@ def bucket(
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
-    if average == INT8:
-        coded = [codec.encode(torch.randn(shape)) for shape in shapes]
+    if average in (INT8, INT4):
+        form = codec.NIBBLES if average == INT4 else codec.LINEAR
+        coded = [codec.encode(torch.randn(shape), form) for shape in shapes]
         state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
     if factor is None:
         state["exp_avg_sq"] = [torch.rand(shape).to(compute) for shape in shapes]
@@ -54,7 +56,7 @@ def bucket(
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
-    options = {"factor": factor, **options}
+    options = {"factor": factor, "packed": average == INT4, **options}
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     return Bucket(
         replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
@@ -87,6 +89,9 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows with many partial sums
     "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
     "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
+    "int4": (((257, 20), (9, 300), (5, 16)), {"average": INT4}),
+    "int4-last-two": (((3, 30, 50), (2, 4, 17, 15)), {"factor": "last_two", "average": INT4}),  # rows in half a byte
+    "int4-unfactored": (((2, 1100), (300, 2)), {"factor": None, "average": INT4}),
 }
 
 
@@ -118,10 +123,12 @@ def test_a_step_equals_the_reference(kind: str) -> None:
     ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
     stepped(ours)
     kernels.kernel("reference", "came")([exact]).step()
-    torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-5 if kind.startswith("int8") else 1e-6, atol=0)
+    torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-5 if kind.startswith("int") else 1e-6, atol=0)
     for name, columns in ours.state.items():
         for mine, true in zip(columns, exact.state[name], strict=True):
-            if mine.dtype == INT8:
+            if mine.dtype == INT4:
+                mine, true = codec.unpacked(mine), codec.unpacked(true)
+            if "int" in str(mine.dtype):
                 assert (mine.int() - true.int()).abs().max() <= 1
             else:
                 torch.testing.assert_close(mine, true, rtol=8e-3 if mine.dtype == BF16 else 1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bighorn import kernels
-from bighorn.kernels import Bucket
+from bighorn.kernels import Bucket, codec
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.cpu.tensors import ROUNDING_MODES
 from bighorn.kernels.options import Factor
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 Cuts = dict[int, Sequence[int]]
 """The positions at which each sharded dim is cut."""
 
-BF16, INT8 = torch.bfloat16, torch.int8
+BF16, INT8, INT4 = torch.bfloat16, torch.int8, torch.uint8
 
 
 def boxes(shape: Shape, cuts: Cuts) -> list[Shard]:
@@ -245,7 +245,7 @@ def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: 
 
 
 @interpreted
-@pytest.mark.parametrize("blocks", [INT8, torch.float16], ids=str)
+@pytest.mark.parametrize("blocks", [INT8, INT4, torch.float16], ids=str)
 def test_moments_in_blocks_on_ranks_are_those_of_the_unsharded_step(blocks: torch.dtype) -> None:
     whole = test_triton.bucket((7, 300), (40, 20), state_dtype=blocks)
     ranks = on_ranks(whole, [{0: [3]}, {0: [40]}])
@@ -258,15 +258,17 @@ def test_moments_in_blocks_on_ranks_are_those_of_the_unsharded_step(blocks: torc
 
 
 @interpreted
-def test_an_average_in_8_bits_on_ranks_is_that_of_the_unsharded_step() -> None:
-    whole = test_triton_came.bucket((30, 300), (9, 20), average=INT8)
+@pytest.mark.parametrize("average", [INT8, INT4], ids=str)
+def test_an_average_in_codes_on_ranks_is_that_of_the_unsharded_step(average: torch.dtype) -> None:
+    whole = test_triton_came.bucket((30, 300), (9, 20), average=average)
     ranks = on_ranks(whole, [{0: [11]}, {0: [9]}])
     together(ranks, came.Came)
     test_triton_came.stepped(whole)
     ours = all_ranks(whole, ranks)
     for a, b in zip(ours["exp_avg"], whole.state["exp_avg"], strict=True):
-        assert (a != b).float().mean() < 0.01
-        assert (a.int() - b.int()).abs().max() <= 1
+        mine, true = (codec.unpacked(each) if average == INT4 else each.int() for each in (a, b))
+        assert (mine != true).float().mean() < 0.01
+        assert (mine - true).abs().max() <= 1
     torch.testing.assert_close(ours["x"], whole.params, rtol=1e-3, atol=1e-3)
 
 

@@ -175,7 +175,9 @@ def state_of(x: Tensor, factor: Factor | None, average: torch.dtype | None) -> d
     """Return a state of zeros, as an optimizer allocates it."""
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = {"exp_avg": torch.zeros_like(x, dtype=average or statistics)}
-    if average == torch.int8:
+    if average == torch.uint8:
+        state["exp_avg"] = codec.encode(torch.zeros_like(x), codec.NIBBLES)[0]
+    if average in (torch.int8, torch.uint8):
         state["exp_avg_scale"] = torch.zeros(codec.scales_shape(x.shape))
     if factor is None:
         return state | {"exp_avg_sq": torch.zeros_like(x, dtype=statistics)}

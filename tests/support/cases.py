@@ -41,7 +41,7 @@ BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"ref
 RARE: Mapping[str, object] = {"cautious": True, "second_moment": "amsgrad"}
 """The options that compiled backends leave to others."""
 
-LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": RARE, "triton": {**RARE, "state_dtype": "int4"}}
+LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": RARE, "triton": RARE}
 """The options, with their values, that a backend leaves to others."""
 
 

@@ -27,6 +27,7 @@ from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ROUNDINGS = ("kahan", "kahan8", "stochastic", "master")
+STATES = (F32, BF16, F16, "int8", "int4")
 POINTERS = {F64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
@@ -104,28 +105,29 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
     """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
     modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
     for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
-        for mode, moments in itertools.product(modes, (F32, BF16, F16, "int8")):
+        for mode, moments in itertools.product(modes, (F32, BF16, F16, "int8", *(["int4"] if g == x else []))):
             yield Lamb, x, g, {**mode, "state_dtype": moments}
     for g, moments, mode in itertools.product((F64, F32), (None, F32, BF16), modes):
         yield Lamb, F64, g, {**mode, "state_dtype": moments}
-    for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
+    for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), STATES, ROUNDINGS):
         yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding}
 
 
 def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield the same for CAME or LARS as `lamb_options` does for LAMB."""
-    for x, g, average in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64), (F32, BF16, F16, "int8")):
-        yield kind, x, g, {"state_dtype": average}
+    for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
+        for average in (F32, BF16, F16, "int8", *(["int4"] if g == x else [])):
+            yield kind, x, g, {"state_dtype": average}
     for g, average in itertools.product((F64, F32), (None, F32, BF16, *([F16] if kind is Came else []))):
         yield kind, F64, g, {"state_dtype": average}
-    for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (F32, BF16, F16, "int8"), ROUNDINGS):
+    for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), STATES, ROUNDINGS):
         yield kind, x, g, {"state_dtype": average, "weight_rounding": rounding}
 
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:
     """Take one step of a matrix and a vector."""
-    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 5), (3,))]
-    if options["state_dtype"] == "int8":
+    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 6), (3,))]  # rows of an odd size have no 4 bits
+    if options["state_dtype"] in ("int8", "int4"):
         options = {**options, "min_8bit_size": 1}
     optimizer = kind(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend="triton", **options)
     set_gradients(params, [torch.zeros(param.shape, dtype=g) for param in params])

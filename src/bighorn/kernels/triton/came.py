@@ -27,7 +27,7 @@ class Came(Stepper[CameOptions]):
     @staticmethod
     def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        reason = 'state_dtype="int4" has no Triton kernel' if options.packed else unsupported(param)
+        reason = unsupported(param)
         if reason or options.factor is None:
             return reason
         shape = tile_grid(param.shape, options.factor)

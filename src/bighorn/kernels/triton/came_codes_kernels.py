@@ -1,4 +1,4 @@
-"""CAME on the device: the pass over averages in 8 bits whose blocks are not the rows of tiles."""
+"""CAME on the device: the pass over averages in codes whose blocks are not the rows of tiles."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,16 @@ from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import weight_kernels as weights
 
 
 @triton.jit
 def came_codes(
     rows_ptr, grads_ptr, pack_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, roots_ptr, scalars_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr, CUT: tl.constexpr,
+    FACTORED: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Advance the average in 8 bits: some of its blocks, in memory order, independently of tiles."""
+    """Advance the average in codes: some of its blocks, in memory order, independently of tiles."""
     pack = tl.program_id(0)
     index = tl.load(pack_to_row_ptr + pack).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -24,7 +26,7 @@ def came_codes(
     inner = tl.load(row_ptr + common.INNER)
     stop = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES)
     block = (pack - tl.load(row_ptr + layout.FIRST_PACK)) * layout.PACK
-    where = codec.code_blocks(block, stop, inner, 1, layout.PACK)
+    where = codec.code_blocks(block, stop, inner, 1, layout.PACK, M_FORM == "nibbles")
     offsets, mask = where[0], where[1]
 
     pointer = common.at(tl.load(grads_ptr + index), 0, G)
@@ -50,8 +52,10 @@ def came_codes(
         v = common.read(common.at(tl.load(row_ptr + layout.EXP_AVG_SQ), 0, COMPUTE), offsets, mask)
         u = scaling.unfactored(g, v) * clip  # CAME-clip
 
-    moment = codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, 0, tl.int8, "linear")
+    moment = codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, 0, S, M_FORM)
     beta1 = common.number(option_ptr + layout.option.BETA1, COMPUTE)
     beta1_rest = common.number(option_ptr + layout.option.BETA1_REST, COMPUTE)
-    m = beta1 * codec.read_moment(moment, where, "linear", 1) + beta1_rest * u  # CAME-m
-    codec.write_moment(moment, where, m, 0, "linear", 1)
+    m = beta1 * codec.read_moment(moment, where, M_FORM, 1) + beta1_rest * u  # CAME-m
+    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
+    shifts = weights.dither(rng_key, offsets) if M_FORM == "nibbles" else 0
+    codec.write_moment(moment, where, m, shifts, M_FORM, 1)

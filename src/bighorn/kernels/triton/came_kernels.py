@@ -182,7 +182,8 @@ def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scal
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
-    G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr, CUT: tl.constexpr,
+    CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
@@ -208,30 +209,31 @@ def came_average(
         common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
         root,
     )
-    pointers = common.at(g, start, G), common.at(m, start, S)
+    pointers = common.at(g, start, G), scaling.average_at(m, start, S, M_FORM)
     scales, parts = scaling.scales_of(row_ptr, start), (row_parts, col_parts)
+    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
             average(
-                pointers, scales, shape, factors, row_averages, c, parts,
-                S, CODES_IN_TILES, VECTOR, VECTOR, WIDE, TILE_BLOCK,
+                pointers, scales, shape, factors, row_averages, c, parts, rng_key,
+                M_FORM, CODES_IN_TILES, VECTOR, VECTOR, WIDE, TILE_BLOCK,
             )  # fmt: skip
         else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
             average(
-                pointers, scales, shape, factors, row_averages, c, parts,
-                S, CODES_IN_TILES, VECTOR, 1, WIDE, 2 * layout.FEW,
+                pointers, scales, shape, factors, row_averages, c, parts, rng_key,
+                M_FORM, CODES_IN_TILES, VECTOR, 1, WIDE, 2 * layout.FEW,
             )  # fmt: skip
     else:
         average(
-            pointers, scales, shape, factors, row_averages, c, parts,
-            S, CODES_IN_TILES, 1, 1, WIDE, layout.FEW,
+            pointers, scales, shape, factors, row_averages, c, parts, rng_key,
+            M_FORM, CODES_IN_TILES, 1, 1, WIDE, layout.FEW,
         )  # fmt: skip
 
 
 @triton.jit
 def average(
-    pointers, scales, shape, factors, row_averages, c, parts,
-    S: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    pointers, scales, shape, factors, row_averages, c, parts, rng_key,
+    FORM: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the average of a tile, and the sums of (u - m)^2 over its rows and columns."""
@@ -240,17 +242,20 @@ def average(
     total = tl.zeros((ROWS, WIDE), root.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
+        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
-        if tl.int8 != S:
+        if FORM == "":
             m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
         elif CODES_IN_TILES:
-            codes, row_scales = codec.encoded(beta1 * m + beta1_rest * u, mask, 0, "linear")  # CAME-m
+            m = beta1 * m + beta1_rest * u  # CAME-m
+            shifts = weights.dither(rng_key, scales[2] + offsets) if FORM == "nibbles" else 0
+            codes, row_scales = codec.encoded(m, mask, shifts, FORM)
             tiling.store_lines(
                 scaling.tile_scales(scales), i, shape[0], row_scales, ROWS, tl.cdiv(scales[1], codec.CODES)
             )
-            m = codec.decoded(common.write(pointers[1], offsets, mask, codes, VECTOR), row_scales[:, None], "linear")
+            at = scaling.stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS)
+            m = codec.decoded(codec.write_codes(pointers[1], at, codes, FORM, VECTOR), row_scales[:, None], FORM)
         residual = (u - m) * (u - m)
         tiling.store_lines(parts[0], i, shape[0], tl.sum(residual, 1), ROWS)
         total += residual
@@ -260,7 +265,7 @@ def average(
 @triton.jit
 def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
-    X: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -286,17 +291,17 @@ def came_apply(
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = lr.to(COMPUTE), (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
-    pointers = weights.weight_at(row_ptr, start, X, ROUNDING), common.at(m, start, S)
+    pointers = weights.weight_at(row_ptr, start, X, ROUNDING), scaling.average_at(m, start, S, M_FORM)
     scales = scaling.scales_of(row_ptr, start)
     if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
         r = apply(
             pointers, scales, shape, factors, row_averages, c, rng_key,
-            S, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, TILE_BLOCK,
+            M_FORM, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, TILE_BLOCK,
         )  # fmt: skip
     else:
         r = apply(
             pointers, scales, shape, factors, row_averages, c, rng_key,
-            S, ROUNDING, CODES_IN_TILES, 1, WIDE, layout.FEW,
+            M_FORM, ROUNDING, CODES_IN_TILES, 1, WIDE, layout.FEW,
         )  # fmt: skip
     if SPLIT is None:
         there = tl.arange(0, WIDE) < shape[1]
@@ -307,7 +312,7 @@ def came_apply(
 @triton.jit
 def apply(
     pointers, scales, shape, factors, row_averages, c, rng_key,
-    S: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step a tile of the parameter; return the sum of the rows' factors."""
@@ -316,7 +321,7 @@ def apply(
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, S, CODES_IN_TILES, VECTOR, WIDE, ROWS)
+        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
         rng = rng_key, tiling.row_starts(scales[2], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :]

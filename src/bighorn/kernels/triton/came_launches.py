@@ -14,6 +14,9 @@ from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, Ro
 from bighorn.kernels.triton.tables import Uploads
 from bighorn.kernels.triton.tiles import TileGrid, area_of, tile_grid
 
+FORMS = {torch.int8: "linear", torch.uint8: "nibbles"}
+"""The forms of averages in codes, as `codec_kernels.py` names them."""
+
 
 class CameLaunchGroup(LaunchGroup[CameOptions]):
     """Rows that are all factored, or all unfactored."""
@@ -54,6 +57,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         elements = 4 if x == torch.float64 else 16 if max(sizes) == 2 and not crowded else 8
         return {
             **constants_of(x, g, m, options),
+            "M_FORM": FORMS.get(m, ""),
             "FACTORED": options.factor is not None,
             "SPLIT": None,
             "VECTOR": 16 // min(sizes),

@@ -116,17 +116,18 @@ def unfactored(g, v):
 @triton.jit
 def momentum(
     pointer, offsets, mask, scales, i, shape,
-    S: tl.constexpr, CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    FORM: tl.constexpr, CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the stored average of the rows from the tile's `i`-th on."""
-    values = common.read(pointer, offsets, mask, VECTOR)
-    if tl.int8 != S:
-        return common.widened(values)
+    if FORM == "":
+        return common.widened(common.read(pointer, offsets, mask, VECTOR))
     elif CODES_IN_TILES:
         lines = i + tl.arange(0, ROWS)
         scale = tl.load(tile_scales(scales) + lines * tl.cdiv(scales[1], codec.CODES), mask=lines < shape[0], other=0.0)
-        return codec.decoded(values, scale[:, None], "linear")
+        codes = codec.read_codes(pointer, stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS), FORM, VECTOR)
+        return codec.decoded(codes, scale[:, None], FORM)
     else:
+        values = codes_at(pointer, scales, offsets, mask, FORM, VECTOR)
         # A matrix's rows are either rows of dim 0 or parts of one. A tile's part of a row is in two blocks at most.
         start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
         line = start // inner + tl.where(inner == shape[2], lines, 0)
@@ -136,7 +137,35 @@ def momentum(
         here = tl.load(block_scales, mask=lines < shape[0], other=0.0)
         there = tl.load(block_scales + 1, mask=(lines < shape[0]) & (begun + shape[1] > codec.CODES), other=0.0)
         is_here = begun[:, None] + tl.arange(0, WIDE)[None, :] < codec.CODES
-        return codec.decoded(values, tl.where(is_here, here[:, None], there[:, None]), "linear")
+        return codec.decoded(values, tl.where(is_here, here[:, None], there[:, None]), FORM)
+
+
+@triton.jit
+def stored(
+    offsets, mask, i, shape,
+    FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return offsets and mask of a tile's codes as they are stored, from its `i`-th row on."""
+    if FORM == "nibbles":
+        halves = shape[0], shape[1] // 2, shape[2] // 2
+        return tiling.tile_block(i, halves, (VECTOR + 1) // 2, WIDE // 2, ROWS)
+    else:
+        return offsets, mask
+
+
+@triton.jit
+def codes_at(pointer, scales, offsets, mask, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Return codes of a tile or chunk whose rows need not be whole blocks, nor begin with a whole byte."""
+    if FORM == "nibbles":
+        return codec.nibble_at(pointer, scales[2] % 2 + offsets, mask)
+    else:
+        return common.read(pointer, offsets, mask, VECTOR)
+
+
+@triton.jit
+def average_at(address, start, S: tl.constexpr, FORM: tl.constexpr):
+    """Return a pointer to the stored average from an element on: in 4 bits, to the byte that has it."""
+    return common.at(address, start // 2 if FORM == "nibbles" else start, S)
 
 
 @triton.jit
@@ -147,7 +176,7 @@ def tile_scales(scales):
 
 @triton.jit
 def scales_of(row_ptr, start):
-    """Return the scales of an 8-bit average, the elements of a row of dim 0, and a tile's or chunk's first element."""
+    """Return the scales of codes, the elements of a row of dim 0, and the first element of a tile or chunk."""
     return common.at(tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.float32), tl.load(row_ptr + common.INNER), start
 
 

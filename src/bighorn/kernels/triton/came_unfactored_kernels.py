@@ -67,7 +67,7 @@ def second_moment(
 @triton.jit
 def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, scalars_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def came_move(
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
-        common.at(m, start, S),
+        scaling.average_at(m, start, S, M_FORM),
         common.at(v, start, COMPUTE),
     )
     scales, rng_key = (
@@ -100,28 +100,27 @@ def came_move(
         weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT),
     )
     if g % 16 == 0:
-        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, common.UNMASKED, S, ROUNDING, BLOCK)
+        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, common.UNMASKED, M_FORM, ROUNDING, BLOCK)
     else:
-        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, 1, S, ROUNDING, BLOCK)
-    move(pointers, scales, factors, rng_key, whole, size, 1, 1, S, ROUNDING, BLOCK)
+        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, 1, M_FORM, ROUNDING, BLOCK)
+    move(pointers, scales, factors, rng_key, whole, size, 1, 1, M_FORM, ROUNDING, BLOCK)
 
 
 @triton.jit
 def move(
     pointers, scales, factors, rng_key, first, stop,
-    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, S: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
     scale, clip, beta1, beta1_rest, lr, decay = factors
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        if tl.int8 == S:
+        if FORM != "":
             element = scales[2] + offsets
             scale_index = element // scales[1] * tl.cdiv(scales[1], codec.CODES) + element % scales[1] // codec.CODES
-            m = codec.decoded(
-                common.read(pointers[2], offsets, mask, VECTOR), tl.load(scales[0] + scale_index, mask=mask), "linear"
-            )
+            codes = scaling.codes_at(pointers[2], scales, offsets, mask, FORM, VECTOR)
+            m = codec.decoded(codes, tl.load(scales[0] + scale_index, mask=mask), FORM)
         else:
             g = common.gradient(pointers[1], offsets, mask, scale, G_VECTOR)
             u = scaling.unfactored(g, common.read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip

@@ -19,14 +19,15 @@ TWO_TO_23 = tl.constexpr((127 + 23) << 23)
 # These factors are within an ulp of divisions, for a tenth of the instructions; the largest codes still have share 1.
 ONE_127TH = tl.constexpr(1 / 127)
 ONE_63RD = tl.constexpr(1 / 63)
+ONE_7TH = tl.constexpr(1 / 7)
 
 
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return offsets and mask of a block of a chunk, and with codes, indices and mask of its blocks of codes.
+    """Return offsets and mask of a block of a chunk, and with codes, what `code_blocks` returns of its blocks of codes.
 
-    Without codes, offsets are relative to the chunk, and the last two are not returned. With codes, every block of
-    codes counts as a full one in a chunk, whose elements begin at `first`, and offsets are relative to the tensor.
+    Without codes, offsets are relative to the chunk. With codes, every block of codes counts as a full one in a chunk,
+    whose elements begin at `first`, and offsets are relative to the tensor.
     """
     if FORM == "":
         return common.block(i, stop, BLOCK)
@@ -37,23 +38,36 @@ def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, B
             inner.to(tl.int32),
             VECTOR,
             BLOCK // CODES,
+            FORM == "nibbles",
         )
 
 
 @triton.jit
-def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr):
+def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr, PACKED: tl.constexpr):
     """Return offsets and mask of the elements of some blocks of codes, VECTOR at a time, and the blocks and their mask.
 
-    Elements and blocks are counted within a tensor, whose rows of dim 0 have `inner` elements.
+    If a moment's codes are PACKED, two to a byte, also offsets and mask of the bytes. All are counted within a tensor,
+    whose rows of dim 0 have `inner` elements.
     """
     numbers = first + tl.arange(0, COUNT)
     exist = numbers < stop
     in_row = tl.cdiv(inner, CODES)
-    line, part = (numbers // in_row).to(tl.int64), numbers % in_row * CODES
-    columns = part[:, None] + tl.arange(0, CODES)[None, :]
+    line, block = (numbers // in_row).to(tl.int64), numbers % in_row
+    offsets, mask = in_blocks(line, block, exist, inner, VECTOR, CODES)
+    if PACKED:
+        stored = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
+        return offsets, mask, numbers, exist, stored
+    else:
+        return offsets, mask, numbers, exist
+
+
+@triton.jit
+def in_blocks(line, block, exist, inner, VECTOR: tl.constexpr, LENGTH: tl.constexpr):
+    """Return offsets and mask of what blocks of LENGTH have, in rows of `inner`."""
+    columns = (block * LENGTH)[:, None] + tl.arange(0, LENGTH)[None, :]
     # The quotients are exact, and show the compiler that the products are multiples.
     offsets = (line * (inner // VECTOR * VECTOR))[:, None] + columns
-    return offsets, exist[:, None] & (columns < inner // VECTOR * VECTOR), numbers, exist
+    return offsets, exist[:, None] & (columns < inner // VECTOR * VECTOR)
 
 
 @triton.jit
@@ -71,11 +85,11 @@ def moment_at(address_ptr, scales_ptr, start, S: tl.constexpr, FORM: tl.constexp
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of a stored moment, widened."""
-    values = common.read(moment[0], where[0], where[1], VECTOR)
     if FORM == "":
-        return common.widened(values)
+        return common.widened(common.read(moment[0], where[0], where[1], VECTOR))
     else:
-        return decoded(values, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)
+        codes = read_codes(moment[0], stored_at(where, FORM), FORM, VECTOR)
+        return decoded(codes, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)
 
 
 @triton.jit
@@ -86,7 +100,51 @@ def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.co
     else:
         codes, scale = encoded(value, where[1], dither, FORM)
         tl.store(moment[1] + where[2], scale, mask=where[3])
-        return decoded(common.write(moment[0], where[0], where[1], codes, VECTOR), scale[:, None], FORM)
+        codes = write_codes(moment[0], stored_at(where, FORM), codes, FORM, VECTOR)
+        return decoded(codes, scale[:, None], FORM)
+
+
+@triton.jit
+def stored_at(where, FORM: tl.constexpr):
+    """Return offsets and mask of the codes of one form as they are stored."""
+    if FORM == "nibbles":
+        return where[4]
+    else:
+        return where[0], where[1]
+
+
+@triton.jit
+def read_codes(pointer, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Return a block of codes that are stored at some offsets, with a mask."""
+    if FORM == "nibbles":
+        both = common.read(pointer, where[0], where[1], (VECTOR + 1) // 2)
+        return signed_nibble(tl.reshape(tl.join(both, both >> 4), (both.shape[0], both.shape[1] * 2)))
+    else:
+        return common.read(pointer, where[0], where[1], VECTOR)
+
+
+@triton.jit
+def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Store a block of codes at some offsets, with a mask, and return the codes as they are stored."""
+    if FORM == "nibbles":
+        low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+        common.write(pointer, where[0], where[1], (low & 15) | (high & 15) << 4, (VECTOR + 1) // 2)
+        return codes
+    else:
+        return common.write(pointer, where[0], where[1], codes, VECTOR)
+
+
+@triton.jit
+def nibble_at(pointer, elements, mask):
+    """Return codes of 4 bits one by one, which need not begin with a whole byte."""
+    both = tl.load(pointer + (elements >> 1), mask=mask, other=0)
+    return signed_nibble(both >> ((elements & 1) * 4).to(tl.uint8))
+
+
+@triton.jit
+def signed_nibble(bits):
+    """Return the codes whose two's complements are the lower 4 bits."""
+    return ((bits & 15).to(tl.int32) ^ 8) - 8
 
 
 @triton.jit
@@ -95,6 +153,8 @@ def decoded(codes, scale, FORM: tl.constexpr):
     code = codes.to(tl.float32)
     if FORM == "linear":
         return code * ONE_127TH * scale
+    elif FORM == "nibbles":
+        return code * ONE_7TH * scale
     elif FORM == "signed":
         share = power(magnitude(code), SIGNED_END, 1)
         return common.as_float(common.as_bits(share) | (common.as_bits(code) & SIGN)) * scale
@@ -123,6 +183,8 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
         code = nearest(share * 127)
     elif FORM == "signed":
         code = nearest(root(share, SIGNED_END, 1))
+    elif FORM == "nibbles":
+        code = (in_65536ths(share * 7) + dither.to(tl.int32)) >> 16
     elif FORM == "unsigned":
         code = tl.maximum((in_65536ths(root(share, UNSIGNED_END, 2)) + dither.to(tl.int32)) >> 16, 1)
     else:

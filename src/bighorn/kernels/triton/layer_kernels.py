@@ -95,7 +95,8 @@ def run_chunk(
         tl.store(factor_ptr + STEP_NUMBER, t)
     else:
         t = tl.load(factor_ptr + STEP_NUMBER)
-    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.V_FORM == "unsigned"
+    DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "nibbles"
+    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
     positions = first, start, tl.load(row_ptr + common.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
     if not READS_G:

@@ -78,10 +78,10 @@ def main() -> None:
     target = sys.argv[1] if len(sys.argv) > 1 else "sm_90"
     for kind in (Lamb, Came):
         for dtype in (torch.float32, torch.bfloat16):
-            for state in (dtype, "int8"):
+            for state in (dtype, "int8", "int4"):
                 print(f"{kind.__name__}, {dtype}, state {state}")
                 for launch in launches(kind, dtype, state):
-                    if state != "int8" or launch[2].get("M_FORM") != "":  # but for the matrices that are not in blocks
+                    if state == dtype or launch[2].get("M_FORM") != "":  # rows of int4 and int8 alone
                         print("   ", report(*launch, target))
 
 

@@ -299,3 +299,17 @@ def test_skipped_steps_are_counted_from_the_state_on_that_was_loaded(kind: Kind)
         assert fresh.telemetry().skipped == 0
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.telemetry().skipped == 0
+
+
+@pytest.mark.parametrize("state_dtype", ["int4", "int8", None])
+def test_code_errors_are_of_moments_in_codes(kind: Kind, state_dtype: Any) -> None:
+    """They create no state, and are within those of codes for values that are spread evenly."""
+    net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1))
+    optimizer = kind(net.named_parameters(), lr=0.01, state_dtype=state_dtype)
+    assert optimizer.code_errors() == {}
+    assert not optimizer.state
+    net(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    found = optimizer.code_errors()
+    assert list(found) == (["0.weight"] if state_dtype else [])
+    assert all(0.03 < error < 0.3 if state_dtype == "int4" else 0.001 < error < 0.02 for error in found.values())

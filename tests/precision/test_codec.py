@@ -58,6 +58,22 @@ def test_the_error_of_a_round_trip() -> None:
     assert relative.max() < 0.01
 
 
+@pytest.mark.parametrize("rows_at_once", [1 << 20, 3000])
+@pytest.mark.parametrize(
+    "form", [codec.LINEAR, codec.NIBBLES, codec.SIGNED, codec.UNSIGNED], ids=lambda f: str(f.dtype)
+)
+def test_the_expected_error_is_that_of_a_round_trip(
+    form: codec.Form, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "CODES_AT_ONCE", rows_at_once)
+    values = torch.randn(64, 1000) * torch.logspace(-3, 3, 64).unsqueeze(1)
+    values = values.abs() if form is codec.UNSIGNED else values
+    dither = codec.NEAREST if form.dtype.is_signed else torch.randint(1 << 16, values.shape)
+    codes, scales = codec.encode(values, form, dither)
+    error = (codec.decode(codes, scales, form) - values).norm() / values.norm()
+    assert float(codec.expected_error(codes, scales, form)) == pytest.approx(float(error), rel=0.1)
+
+
 def test_a_block_of_zeros_stays_zero() -> None:
     codes, scales = codec.encode(torch.zeros(2, 300))
     assert not codes.any()

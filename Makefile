@@ -28,13 +28,17 @@ help:
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
-# The C code is part of an editable install only through a rebuild, so the stamp depends on it.
+# The C code is part of an editable install only through a rebuild, so the stamp depends on it. A build environment of pip's
+# own would be a new one each time, and the whole library compiled anew: with that of $(VENV) only what has changed is.
 STAMP := $(VENV)/installed
+EDITABLE := --no-build-isolation --config-settings build-dir=build/editable --config-settings cmake.define.BIGHORN_WERROR=ON
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
-	  --config-settings cmake.define.BIGHORN_WERROR=ON --editable '.[dev]'
+	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds at first"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' \
+	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]'
 	touch $(STAMP)
 
 # Other versions of Triton, which has wheels for Linux alone, beside the environment: first the oldest that is claimed and
@@ -176,8 +180,8 @@ WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl \
 	bitsandbytes galore-torch lion-pytorch torchao
 UPGRADE ?=
 integrations: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --constraint constraints.txt \
-		--editable '.[dev,test-integrations]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
+		--constraint constraints.txt $(EDITABLE) --editable '.[dev,test-integrations]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
 		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'

@@ -121,7 +121,7 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     text = (
         f"{option}: {patterns} none of {len(names)} parameter names, the nearest of which are {nearest(idle, names)}. "
         "Names are those of the model without wrappers (no 'module.' of DistributedDataParallel, no '_orig_mod.' of "
-        "torch.compile)"
+        "torch.compile); 'ndim<2' finds biases and norms under any name"
     )
     if not used:
         raise ValueError(f"{text}: correct the patterns, or leave {option} out")

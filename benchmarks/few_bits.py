@@ -4,8 +4,9 @@
     python benchmarks/few_bits.py --page
 
 LeNet on a tenth of MNIST at batch 60 and the character GPT at batch 8, with the options that the comparisons at equal
-tuning chose for Lamb and for Came in float32. Only the form differs, so nothing is tuned for it. Writes
-benchmarks/results/few-bits.json, and with --page only its table in docs/precision-results.md.
+tuning chose for Lamb and for Came in float32, and the adapters of benchmarks/lora.py, with its best rates. Only the
+form differs, so nothing is tuned for it. Writes benchmarks/results/few-bits.json, and with --page only its table in
+docs/precision-results.md.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ import json
 import multiprocessing
 import re
 import statistics
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from torch.optim import Optimizer
+
 import equal_tuning
+import lora
+from bighorn import Came, Lamb
 from bighorn.cli import files
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.metrics import is_share
+from bighorn.cli.tasks.text import Text
 from bighorn.cli.verdict import interval
 from evidence import value
 
@@ -43,6 +50,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4, bf16 kahan8": {"state_dtype": "int4", "weight_rounding": "kahan8"},
 }
 """The dtype of the state, and for weights in bfloat16 how they are rounded."""
+
+ADAPTERS: dict[str, Callable[..., Optimizer]] = {
+    "lamb": lambda named, **form: Lamb(named, lr=0.005, exclude_from_layer_adaptation=["lora_B"], **form),
+    "came-corrected": lambda named, **form: Came(named, lr=0.008, bias_correction=True, **form),
+}
+"""The optimizers of adapters of rank 4, whose state has fewer bits although each tensor is small."""
 
 
 def config_of(cell: equal_tuning.Cell, data: str, form: dict[str, Any], seed: int) -> RunConfig:
@@ -76,6 +89,29 @@ def measure(data: dict[str, str], seeds: int, processes: int) -> list[dict[str, 
     return rows
 
 
+def adapter_losses(seed: int) -> dict[tuple[str, str], float]:
+    """Return the losses of one seed's adapters, by optimizer and form."""
+    task = Text()
+    base, texts = lora.pretrained(task, seed), lora.upper_case(task)
+    found = {}
+    for name, kind in ADAPTERS.items():
+        for form in (FLOAT32, "int8", "int4"):
+            options = {**FORMS[form], "min_8bit_size": 1} if FORMS[form] else {}
+            losses = lora.adapters_of(base, texts, lambda named: kind(named, **options), 4, 0, seed)["losses"]  # noqa: B023
+            found[name, form] = losses[lora.SHOWN[-1]]
+    return found
+
+
+def measured_adapters(seeds: int, processes: int) -> list[dict[str, Any]]:
+    """Train adapters in each form of state with every seed."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(adapter_losses, range(1, seeds + 1)))
+    return [
+        {"study": "lora", "name": name, "metric": "loss", "form": form, "values": [each[name, form] for each in found]}
+        for name, form in found[0]
+    ]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text: mean, range, and the paired difference from float32, in bold if it is settled."""
     lines = ["| | state, weights | test (min-max) | from float32 |", "|---|---|---|---|"]
@@ -93,7 +129,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             scale, digits = (100, 1) if is_share(metric) else (1, 4)
             words = f"{scale * away:+.{digits}f} +- {scale * half:.{digits}f}"
             words = f"**{words}**" if abs(away) > half else words
-        task = {"equal-lenet": "LeNet, accuracy", "equal-characters": "GPT, loss"}[row["study"]]
+        task = {"equal-lenet": "LeNet, accuracy", "equal-characters": "GPT, loss", "lora": "LoRA, loss"}[row["study"]]
         algorithm = {"lamb": "`Lamb`", "came-corrected": "`Came`"}[row["name"]]
         lines.append(f"| {algorithm}, {task} | {row['form']} | {mean} ({low}-{high}) | {words} |")
     return "\n".join(lines) + "\n"
@@ -112,6 +148,7 @@ def main() -> None:
             parser.error("give MNIST_DIR and TEXT_FILE")
         about = provenance("python benchmarks/few_bits.py MNIST_DIR TEXT_FILE")
         rows = measure(dict(zip(STUDIES, arguments.data, strict=True)), arguments.seeds, arguments.processes)
+        rows += measured_adapters(arguments.seeds, arguments.processes)
         files.write_json(RESULT, {**about, "seeds": arguments.seeds, "rows": rows})
     rows = json.loads(RESULT.read_text())["rows"]
     PAGE.write_text(TABLE.sub(lambda match: match[1] + table(rows) + match[2], PAGE.read_text()))

@@ -18,11 +18,13 @@ import math
 import re
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
 from bighorn.cli import files
@@ -103,44 +105,60 @@ def in_upper_case(codes: Tensor, text: str, classes: int) -> Tensor:
     return upper[codes.long()].to(codes.dtype)
 
 
+def upper_case(task: Text) -> list[Tensor]:
+    """The texts that adapters learn: inputs and targets, to train and to test."""
+    text = standard_library()
+    codes = (*task.data["train"], *(each[::8] for each in task.data["test"]))
+    return [in_upper_case(each, text, task.classes) for each in codes]
+
+
 def trained(task: Text, seed: int) -> list[dict[str, Any]]:
     """The losses of every optimizer, rank and rate with one seed."""
     torch.set_num_threads(1)
-    base, text = pretrained(task, seed), standard_library()
-    inputs, targets, test, expected = (
-        in_upper_case(codes, text, task.classes)
-        for codes in (*task.data["train"], *(codes[::8] for codes in task.data["test"]))
-    )
-
+    base, texts = pretrained(task, seed), upper_case(task)
     out = []
     for rank, warm_up in SETTINGS:
         for name, (kind, options, rates) in OPTIMIZERS.items():
             for rate in rates:
-                torch.manual_seed(seed)
-                model = copy.deepcopy(base)
-                adapt(model, rank)
-                named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-                optimizer = kind(named, lr=rate, **options)
-                generator, losses, ratios = torch.Generator().manual_seed(seed), {}, {}
-                for step in range(SHOWN[-1] + 1):
-                    if step in (0, *SHOWN):
-                        model.eval()
-                        with torch.no_grad():
-                            losses[step] = float(loss_of(model, test, expected))
-                        model.train()
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate * min(1.0, (step + 1) / (warm_up or 1))
-                    batch = torch.randint(len(inputs), (BATCH_SIZE,), generator=generator)
-                    loss_of(model, inputs[batch], targets[batch]).backward()  # type: ignore[no-untyped-call]
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    if isinstance(optimizer, Lamb) and step + 1 in SHOWN:
-                        last = optimizer.telemetry()
-                        found = [r for n, r in zip(last.names, last.trust_ratio.tolist(), strict=True) if "lora_B" in n]
-                        ratios[step + 1] = statistics.median(found)
-                row = {"optimizer": name, "rank": rank, "warm_up": warm_up, "lr": rate, "seed": seed, "losses": losses}
-                out.append({**row, "lora_B_trust_ratio": ratios or None})
+                found = adapters_of(base, texts, lambda named: kind(named, lr=rate, **options), rank, warm_up, seed)  # noqa: B023
+                row = {"optimizer": name, "rank": rank, "warm_up": warm_up, "lr": rate, "seed": seed}
+                out.append({**row, **found})
     return out
+
+
+def adapters_of(
+    base: GPT,
+    texts: list[Tensor],
+    make: Callable[[list[tuple[str, Tensor]]], Optimizer],
+    rank: int,
+    warm_up: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Train adapters; return their losses, and for LAMB the trust ratios of `lora_B`, both by step."""
+    inputs, targets, test, expected = texts
+    torch.manual_seed(seed)
+    model = copy.deepcopy(base)
+    adapt(model, rank)
+    optimizer = make([(name, param) for name, param in model.named_parameters() if param.requires_grad])
+    rate = optimizer.param_groups[0]["lr"]
+    generator, losses, ratios = torch.Generator().manual_seed(seed), {}, {}
+    for step in range(SHOWN[-1] + 1):
+        if step in (0, *SHOWN):
+            model.eval()
+            with torch.no_grad():
+                losses[step] = float(loss_of(model, test, expected))
+            model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / (warm_up or 1))
+        batch = torch.randint(len(inputs), (BATCH_SIZE,), generator=generator)
+        loss_of(model, inputs[batch], targets[batch]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(optimizer, Lamb) and step + 1 in SHOWN:
+            last = optimizer.telemetry()
+            found = [r for n, r in zip(last.names, last.trust_ratio.tolist(), strict=True) if "lora_B" in n]
+            ratios[step + 1] = statistics.median(found)
+    return {"losses": losses, "lora_B_trust_ratio": ratios or None}
 
 
 def table(saved: dict[str, Any]) -> str:

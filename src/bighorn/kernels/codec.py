@@ -239,7 +239,7 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """Return what rounding to integer codes loses of a moment, in its norm relative to the moment's: 0-dim float64.
 
     It is the expectation for values that are evenly spread between codes: a sixth of the squared distance of two codes
-    if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0.
+    if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, and one that is not finite NaN.
 
     Example:
         >>> codes, scales = encode(torch.tensor([[1.0, -0.5, 0.0, 0.25]]), NIBBLES)
@@ -256,7 +256,7 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
         of_blocks = [_blocks(each[index]).sum(dim=-1) for each in (squares, shares.square())]
         sums += torch.stack([(each.double() * scale.double().square()).sum().cpu() for each in of_blocks])
     lost, whole = sums
-    return torch.where(whole > 0, (lost / whole).sqrt(), 0.0)
+    return torch.where(whole == 0, whole, (lost / whole).sqrt())  # NaN if a value is not finite
 
 
 def _blocks(values: Tensor) -> Tensor:

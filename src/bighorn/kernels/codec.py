@@ -239,7 +239,7 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """Return what rounding to integer codes loses of a moment, in its norm relative to the moment's: 0-dim float64.
 
     It is the expectation for values that are evenly spread between codes: a sixth of the squared distance of two codes
-    if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, and one that is not finite NaN.
+    if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, one that is not finite NaN.
 
     Example:
         >>> codes, scales = encode(torch.tensor([[1.0, -0.5, 0.0, 0.25]]), NIBBLES)

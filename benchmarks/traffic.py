@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -106,5 +105,5 @@ def _came(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) ->
         return 4 * weight + 2 * exp_avg + state["exp_avg_sq"].nbytes + others
     # Blocks of codes that are not rows of tiles have a separate pass.
     stacked = group["factor"] == "last_two" and state["exp_avg"].dim() > 2
-    own_pass = stacked and state["exp_avg"].dtype == torch.int8
+    own_pass = stacked and "exp_avg_scale" in state
     return 5 * weight + 3 * exp_avg + others + own_pass * (weight + exp_avg)

@@ -57,5 +57,4 @@ def came_codes(
     beta1_rest = common.number(option_ptr + layout.option.BETA1_REST, COMPUTE)
     m = beta1 * codec.read_moment(moment, where, M_FORM, 1) + beta1_rest * u  # CAME-m
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
-    shifts = weights.dither(rng_key, offsets) if M_FORM == "nibbles" else 0
-    codec.write_moment(moment, where, m, shifts, M_FORM, 1)
+    codec.write_moment(moment, where, m, (rng_key, 0, offsets), M_FORM, 1)

@@ -249,8 +249,7 @@ def average(
             m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
         elif CODES_IN_TILES:
             m = beta1 * m + beta1_rest * u  # CAME-m
-            shifts = weights.dither(rng_key, scales[2] + offsets) if FORM == "nibbles" else 0
-            codes, row_scales = codec.encoded(m, mask, shifts, FORM)
+            codes, row_scales = codec.encoded(m, mask, (rng_key, scales[2], offsets), FORM)
             tiling.store_lines(
                 scaling.tile_scales(scales), i, shape[0], row_scales, ROWS, tl.cdiv(scales[1], codec.CODES)
             )

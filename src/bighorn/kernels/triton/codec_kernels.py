@@ -5,6 +5,7 @@ import triton.language as tl
 
 from bighorn.kernels import codec
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import weight_kernels as weights
 
 CODES = tl.constexpr(codec.BLOCK)
 
@@ -93,12 +94,12 @@ def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def write_moment(moment, where, value, dither, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Store a block of a moment, and return the stored values."""
+def write_moment(moment, where, value, rng, FORM: tl.constexpr, VECTOR: tl.constexpr):
+    """Store a block of a moment, and return the stored values; `rng` is for `encoded`."""
     if FORM == "":
         return common.write(moment[0], where[0], where[1], value, VECTOR)
     else:
-        codes, scale = encoded(value, where[1], dither, FORM)
+        codes, scale = encoded(value, where[1], rng, FORM)
         tl.store(moment[1] + where[2], scale, mask=where[3])
         codes = write_codes(moment[0], stored_at(where, FORM), codes, FORM, VECTOR)
         return decoded(codes, scale[:, None], FORM)
@@ -167,8 +168,11 @@ def decoded(codes, scale, FORM: tl.constexpr):
 
 
 @triton.jit
-def encoded(values, mask, dither, FORM: tl.constexpr):
-    """Return codes of some blocks, as integers or float32, and the scales; one that is not finite has scale NaN."""
+def encoded(values, mask, rng, FORM: tl.constexpr):
+    """Return codes of some blocks, as integers or float32, and the scales; one that is not finite has scale NaN.
+
+    `rng` are the key of random bits, the first element and the offsets, by which some forms are dithered.
+    """
     if FORM == "half_root":
         values = tl.sqrt_rn(values)
     size = magnitude(values)
@@ -184,13 +188,19 @@ def encoded(values, mask, dither, FORM: tl.constexpr):
     elif FORM == "signed":
         code = nearest(root(share, SIGNED_END, 1))
     elif FORM == "nibbles":
-        code = (in_65536ths(share * 7) + dither.to(tl.int32)) >> 16
+        code = dithered(share * 7, rng)
     elif FORM == "unsigned":
-        code = tl.maximum((in_65536ths(root(share, UNSIGNED_END, 2)) + dither.to(tl.int32)) >> 16, 1)
+        code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng), 1)
     else:
         code = tl.maximum(share, 2.0**-24)
     code = tl.where(size > tl.where(scale > 0, 0.0, float("inf"))[:, None], code, 0)
     return code if FORM == "unsigned" else tl.where(values < 0, -code, code), scale
+
+
+@triton.jit
+def dithered(code, rng):
+    """Return a number from 0 to 255 as one of the two integers beside it, by the dither of its element."""
+    return (in_65536ths(code) + weights.dither(rng[0], rng[1] + rng[2]).to(tl.int32)) >> 16
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lamb_layout as layout
 from bighorn.kernels.triton import layer_kernels as layer
-from bighorn.kernels.triton import weight_kernels as weights
 
 
 class Own(NamedTuple):
@@ -75,10 +74,8 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
         g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     m = beta1 * codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR) + beta3 * g  # LAMB-m
     v = beta2 * codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
-    key, start, offsets = place.rng
-    shifts = weights.dither(key, start + offsets) if mode.V_FORM == "unsigned" else 0
-    m = codec.write_moment(stored[0], place.where, m, shifts, mode.M_FORM, VECTOR)
-    v = codec.write_moment(stored[1], place.where, v, shifts, mode.V_FORM, VECTOR)
+    m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
+    v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
     u = ratio(m, v, m_factor, root_eps)

@@ -11,7 +11,6 @@ from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lars_layout as layout
 from bighorn.kernels.triton import layer_kernels as layer
-from bighorn.kernels.triton import weight_kernels as weights
 
 
 @triton.jit
@@ -99,9 +98,7 @@ def step(x, g, moments, numbers, place, VECTOR: tl.constexpr, mode):
     _, decay, momentum, before, after_u, after_m = numbers
     u = before * decayed(x, g, decay)
     m = momentum * codec.read_moment(moments[0], place.where, mode.M_FORM, VECTOR) + u  # LARS-m
-    key, start, offsets = place.rng
-    shifts = weights.dither(key, start + offsets) if mode.M_FORM == "nibbles" else 0
-    m = codec.write_moment(moments[0], place.where, m, shifts, mode.M_FORM, VECTOR)
+    m = codec.write_moment(moments[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
     layer.write_weight(place, x - (after_u * u + after_m * m), VECTOR, mode)  # LARS-x
 
 

@@ -124,14 +124,14 @@ class Reports(Optimizer):
     def code_errors(self) -> dict[str, float]:
         """Return what a step is expected to lose of each first moment in 8 or 4 bits, by rounding it to codes.
 
+        The host waits for the device, and decodes a million codes at a time: for reports, not for every step. In 4 bits
+        a fifth is common and does no harm: the rounding is dithered, so that its mean is 0 (docs/precision-results.md).
+        A loss that grows in training means blocks with few values far above the others.
+
         Returns:
             The norm of the loss relative to the moment's, by the parameter's name or its indices in `param_groups`, of
             this rank's part. Only parameters with `exp_avg` in int8 or int4 are there. A moment of zeros loses 0,
             and one that is not finite NaN.
-
-        The host waits for the device, and decodes a million codes at a time: for reports, not for every step. In 4 bits
-        a fifth is common and does no harm: the rounding is dithered, so that its mean is 0 (docs/precision-results.md).
-        A loss that grows in training means blocks with few values far above the others.
 
         Example:
             >>> import torch

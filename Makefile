@@ -35,8 +35,9 @@ EDITABLE := --no-build-isolation --config-settings build-dir=build/editable --co
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds at first"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' \
-	  $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11'
+	$(BIN)/python -c 'from scikit_build_core.build import get_requires_for_build_editable as more; print(*more(), sep="\n")' \
+	  | xargs -r $(BIN)/python -m pip install --disable-pip-version-check --quiet
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]'
 	touch $(STAMP)

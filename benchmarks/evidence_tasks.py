@@ -18,7 +18,10 @@ class Scaled(nn.Module):
 
 
 class LeNet(Mnist):
-    """LeNet-5 on MNIST, with rectifiers and maxima: 61,706 parameters, without norms and dropout."""
+    """LeNet-5 on MNIST, with maxima and rectifiers: 61,706 parameters, without norms and dropout.
+
+    A rectifier before the maximum gives the same numbers and gradients, and takes a third longer.
+    """
 
     batch_size = 1024
     batch_sizes: tuple[int, ...] = (1024,)
@@ -29,11 +32,11 @@ class LeNet(Mnist):
         return nn.Sequential(
             Scaled(),
             nn.Conv2d(1, 6, 5, padding=2),
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Conv2d(6, 16, 5),
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Flatten(),
             nn.Linear(400, 120),
             nn.ReLU(),

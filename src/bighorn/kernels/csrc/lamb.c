@@ -80,12 +80,11 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
                     false);
 }
 
-static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
-    const LambStep *s = step;
-    const LambOptions *o = options_of(s, row);
+static LayerSums first(const void *step, const LayerChunk *b, const void *locals, void *update) {
     const LambLocals *l = locals;
-    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
-    return o->adapt ? l->loops->moments(&b, &l->factors, update) : l->loops->moments_and_apply(&b, &l->factors, l->lr);
+    return ((const LambStep *)step)->options[b->row->options].adapt
+               ? l->loops->moments(b, &l->factors, update)
+               : l->loops->moments_and_apply(b, &l->factors, l->lr);
 }
 
 static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
@@ -98,11 +97,10 @@ static double ratio(const void *step, int64_t row, void *locals, LayerSums total
     return ratio;
 }
 
-static void second(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update) {
-    const LambStep *s = step;
+static void second(const void *step, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
-    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
-    l->loops->apply(&b, &l->factors, l->lr * ratio, update);
+    (void)step;
+    l->loops->apply(b, &l->factors, l->lr * ratio, update);
 }
 
 LAYER_STEP(bighorn_lamb_step, LambOptions, LambStep, second, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa),

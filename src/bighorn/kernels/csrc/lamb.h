@@ -4,7 +4,6 @@
 #define BIGHORN_LAMB_H
 
 #include "layer_loops.h"
-#include "layerwise.h"
 
 /* One tensor's step as plain factors. */
 typedef struct {

@@ -5,13 +5,6 @@
 /* The use of u: none but its square, or it is stored, or it is applied. */
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
 
-/* A piece of a row, in place except for weights that are float16 or that are not rounded to the nearest. */
-typedef struct {
-    void *x, *m, *v;
-    int x_type, state_type;
-    real buffer[PIECE_ELEMS];
-} LambPiece;
-
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or as those of float32 masters. The loop
  * for the latter adds up squares in another order than that for float32 gradients, so that it is used where x does not
  * depend on the sums. */
@@ -22,30 +15,16 @@ static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enu
     return f->l2 == 0 && ((has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b));
 }
 
-/* Returns the number of elements in a piece. If all data are used in place, a piece is a whole chunk: a longer loop has
- * more loads in flight, which saves 4% of a step beyond the caches. */
+/* Returns the elements of a piece: all of a chunk if no data are copied. */
 static int piece_of(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
-    const int reads_reals = f->l2 == 0 && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
-    return used_in_place(&b->row->weights) && (reads_reals || has_bfloat16_grads(b, f, after)) ? CHUNK_ELEMS
-                                                                                               : PIECE_ELEMS;
-}
-
-static void load_piece(LambPiece *p, const LayerRow *row, int64_t start, int n) {
-    const Weights *w = &row->weights;
-    const int type = row->state_type;
-    p->x_type = loop_type(w);
-    p->x = load_weights(w, start, n, p->buffer);
-    p->state_type = type;
-    p->m = at(row->exp_avg, type, start);
-    p->v = at(row->exp_avg_sq, type, start);
+    return has_bfloat16_grads(b, f, after) ? CHUNK_ELEMS : f->l2 == 0 ? layer_piece(b) : PIECE_ELEMS;
 }
 
 /* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
-static const real *piece_grad(const LayerChunk *b, const LambReals *f, const LambPiece *p, int64_t start, int n,
-                              real *buffer) {
-    const real *g = read_grad(b->gradient, b->grad, start, n, buffer);
-    return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, n, g, p->x, buffer)
-                                  : decayed_grad(f, BFLOAT16, n, g, p->x, buffer);
+FORCE_INLINE const real *decayed_piece(const LambReals *f, const LayerPiece *p) {
+    const real *g = piece_grad(p);
+    return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, p->n, g, p->x, p->buffers->g)
+                                  : decayed_grad(f, BFLOAT16, p->n, g, p->x, p->buffers->g);
 }
 
 /* Updates the moments of one element, and returns u. */
@@ -121,9 +100,9 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const enum LambUpd
 }
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n) {
+static LayerSums careful_sums(const LambReals f, const LayerPiece *p) {
     LayerSums sums = {0};
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < p->n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
         const double u = update_of(f, x, ratio_of(f, m, square_root_of(load_element(p->state_type, p->v, i))));
         add_sums(&sums, (LayerSums){(double)x * x, u * u});
@@ -132,23 +111,21 @@ static LayerSums careful_sums(const LambReals f, const LambPiece *p, int n) {
 }
 
 #define STEP_LOOP(x_type, g_type, state_type) \
-    step_loop(*f, after, x_type, g_type, state_type, step, n, g, p.m, p.v, p.x, stored)
-#define STEP_PAIRS(g_type) step_pairs(*f, after, g_type, step, n, g, p.m, p.v, p.x, stored)
+    step_loop(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored)
+#define STEP_PAIRS(g_type) step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored)
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
-                                           real step, int64_t start, int n, real *stored) {
-    LambPiece p;
-    real buffer[PIECE_ELEMS];
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambReals *f, const enum LambUpdateUse after,
+                                           real step, real *stored) {
+    const LayerChunk *b = p->chunk;
+    const int half = has_bfloat16_grads(b, f, after);
+    const void *g = half ? at((void *)b->grad, BFLOAT16, p->start) : (const void *)decayed_piece(f, p);
     LayerSums sums;
-    load_piece(&p, b->row, start, n);
-    int half = has_bfloat16_grads(b, f, after);
-    const void *g = half ? at((void *)b->grad, BFLOAT16, start) : (const void *)piece_grad(b, f, &p, start, n, buffer);
-    if (REAL_TYPE == FLOAT64) switch (p.state_type) {
+    if (REAL_TYPE == FLOAT64) switch (p->state_type) {
             case FLOAT64: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT64); break;
             case FLOAT32: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT32); break;
             default: sums = STEP_LOOP(FLOAT64, FLOAT64, BFLOAT16); break;
         }
-    else switch (p.x_type << 2 | half << 1 | p.state_type) {
+    else switch (p->x_type << 2 | half << 1 | p->state_type) {
             case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
             case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
             case FLOAT32 << 2 | 1 << 1 | FLOAT32:
@@ -159,31 +136,28 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerChunk *b, const LambReals 
             case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
             default: sums = STEP_PAIRS(BFLOAT16); break;
         }
-    if (after == UPDATE_APPLY) store_weights(&b->row->weights, f->rng_key, start, n, p.x);
-    else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, &p, n);
+    if (after == UPDATE_APPLY) store_piece(p, f->rng_key);
+    else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, p);
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_block(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
+FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
                                            real step, real *update) {
     LayerSums sums = {0};
-    const int piece = piece_of(b, f, after);
-    for (int64_t done = 0; done < b->size; done += piece) {
-        int n = (int)(b->size - done < piece ? b->size - done : piece);
-        real *stored = after == UPDATE_KEEP ? update + done : NULL;
-        add_sums(&sums, step_piece(b, f, after, step, b->start + done, n, stored));
-    }
+    LayerBuffers buffers;
+    EACH_PIECE(p, b, piece_of(b, f, after), &buffers)
+    add_sums(&sums, step_piece(&p, f, after, step, after == UPDATE_KEEP ? update + (p.start - b->start) : NULL));
     return sums;
 }
 
 static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
     const LambReals f = reals_of(factors);
-    return update ? step_block(b, &f, UPDATE_KEEP, 0, update) : step_block(b, &f, UPDATE_FORGET, 0, NULL);
+    return update ? step_chunk(b, &f, UPDATE_KEEP, 0, update) : step_chunk(b, &f, UPDATE_FORGET, 0, NULL);
 }
 
 static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
     const LambReals f = reals_of(factors);
-    return step_block(b, &f, UPDATE_APPLY, (real)step, NULL);
+    return step_chunk(b, &f, UPDATE_APPLY, (real)step, NULL);
 }
 
 /* Returns u: what is stored, or computed from the moments. */
@@ -218,39 +192,20 @@ FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, cons
     if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, stored ? stored + n - 1 : NULL, m + half, v + half, x + half);
 }
 
-/* The loops of each combination of types, with further arguments. */
-#define FOR_TYPES(p, loop, pairs)                                             \
-    do {                                                                      \
-        if (REAL_TYPE == FLOAT64) switch ((p)->state_type) {                  \
-                case FLOAT64: loop(FLOAT64, FLOAT64); break;                  \
-                case FLOAT32: loop(FLOAT64, FLOAT32); break;                  \
-                default: loop(FLOAT64, BFLOAT16); break;                      \
-            }                                                                 \
-        else switch ((p)->x_type << 1 | (p)->state_type) {                    \
-                case FLOAT32 << 1 | FLOAT32: loop(FLOAT32, FLOAT32); break;   \
-                case FLOAT32 << 1 | BFLOAT16: loop(FLOAT32, BFLOAT16); break; \
-                case BFLOAT16 << 1 | FLOAT32: loop(BFLOAT16, FLOAT32); break; \
-                default: pairs(BFLOAT16, BFLOAT16); break;                    \
-            }                                                                 \
-    } while (0)
-
-#define APPLY_LOOP(x_type, state_type)                                                  \
-    (stored ? apply_loop(f, x_type, state_type, (real)step, n, stored, NULL, NULL, p.x) \
-            : apply_loop(f, x_type, state_type, (real)step, n, NULL, p.m, p.v, p.x))
-#define APPLY_PAIRS(x_type, state_type)                              \
-    (stored ? apply_pairs(f, (real)step, n, stored, NULL, NULL, p.x) \
-            : apply_pairs(f, (real)step, n, NULL, p.m, p.v, p.x))
+#define APPLY_LOOP(x_type, state_type)                                                    \
+    (stored ? apply_loop(f, x_type, state_type, (real)step, p.n, stored, NULL, NULL, p.x) \
+            : apply_loop(f, x_type, state_type, (real)step, p.n, NULL, p.m, p.v, p.x))
+#define APPLY_PAIRS(x_type, state_type)                                \
+    (stored ? apply_pairs(f, (real)step, p.n, stored, NULL, NULL, p.x) \
+            : apply_pairs(f, (real)step, p.n, NULL, p.m, p.v, p.x))
 
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambReals f = reals_of(factors);
-    const int piece = piece_of(b, &f, UPDATE_FORGET);
-    for (int64_t done = 0; done < b->size; done += piece) {
-        const int n = (int)(b->size - done < piece ? b->size - done : piece);
-        const real *stored = update ? (const real *)update + done : NULL;
-        LambPiece p;
-        load_piece(&p, b->row, b->start + done, n);
-        FOR_TYPES(&p, APPLY_LOOP, APPLY_PAIRS);
-        store_weights(&b->row->weights, f.rng_key, b->start + done, n, p.x);
+    LayerBuffers buffers;
+    EACH_PIECE(p, b, piece_of(b, &f, UPDATE_FORGET), &buffers) {
+        const real *stored = update ? (const real *)update + (p.start - b->start) : NULL;
+        FOR_LAYER_TYPES(p, APPLY_LOOP, APPLY_PAIRS);
+        store_piece(&p, f.rng_key);
     }
 }
 

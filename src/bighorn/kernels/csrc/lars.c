@@ -41,12 +41,10 @@ static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t b
     return plan_row(&s->rows, row, scratch, bytes, &l->copies, 1, true, true);
 }
 
-static LayerSums first(const void *step, int64_t row, int64_t chunk, const void *locals, void *update) {
-    const LarsStep *s = step;
+static LayerSums first(const void *step, const LayerChunk *b, const void *locals, void *update) {
     const LarsLocals *l = locals;
-    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
-    (void)update;
-    return l->loops->norms(&b, &l->factors);
+    (void)step, (void)update;
+    return l->loops->norms(b, &l->factors);
 }
 
 /* Makes the same decisions as trust_ratio() in reference/lars.py, which is the specification. */
@@ -68,12 +66,10 @@ static double ratio(const void *step, int64_t row, void *locals, LayerSums total
     return q;
 }
 
-static void second(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update) {
-    const LarsStep *s = step;
+static void second(const void *step, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LarsLocals *l = locals;
-    const LayerChunk b = layer_chunk(&s->rows, &l->copies, row, chunk);
-    (void)ratio, (void)update; /* the ratio is in the factors */
-    l->loops->apply(&b, &l->factors);
+    (void)step, (void)ratio, (void)update; /* the ratio is in the factors */
+    l->loops->apply(b, &l->factors);
 }
 
 LAYER_STEP(bighorn_lars_step, LarsOptions, LarsStep, second, lars_loops_for(run->isa), lars_loops_double_for(run->isa),

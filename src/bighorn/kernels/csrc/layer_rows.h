@@ -5,7 +5,6 @@
 
 #include "codec.h"
 #include "layer_loops.h"
-#include "layerwise.h"
 
 TABLE_PER_ISA(StridedLoops, strided_loops)
 
@@ -51,7 +50,10 @@ static inline int64_t layer_chunks(const LayerRow *row, int64_t size) {
     return (size / row->inner * blocks_in_row(row->inner) + per_chunk - 1) / per_chunk;
 }
 
-static inline LayerChunk layer_chunk(const LayerRows *s, const LayerCopies *c, int64_t row, int64_t chunk) {
+/* The function `chunk` of a LayerwiseRule. */
+static inline LayerChunk layer_chunk(const void *step, int64_t row, int64_t chunk, const void *locals) {
+    const LayerRows *s = step;
+    const LayerCopies *c = locals;
     const int64_t size = s->gradients[row].size, start = layer_start(&s->rows[row], size, chunk);
     return (LayerChunk){
         .row = c->weights_copy ? &c->row : &s->rows[row],
@@ -147,7 +149,7 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
  * no memory, so it cannot fail. */
 #define LAYER_STEP(function, Options, Step, second, ...)                                                             \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
-        static const LayerwiseRule rule = {prepare, open_window, close_window, first, ratio, second};                \
+        static const LayerwiseRule rule = {prepare, open_window, close_window, layer_chunk, first, ratio, second};   \
         layerwise_step_row(rule, step, row, share);                                                                  \
     }                                                                                                                \
     static void step_rows(int thread, int team, void *data) {                                                        \

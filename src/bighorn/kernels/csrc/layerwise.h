@@ -12,6 +12,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+/* A chunk: elements [start, start + size) of a row. */
+typedef struct {
+    const LayerRow *row;
+    const Gradient *gradient;
+    const void *grad;
+    int64_t start, size;
+} LayerChunk;
+
 /* Sums of squares of the weights and of the update. */
 typedef struct {
     double weight, update;
@@ -45,14 +53,16 @@ typedef struct {
     /* Called before and after a loop over chunks [first, last), which are a window of a row that needs them. */
     void (*open_window)(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second);
     void (*close_window)(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
+    /* Returns a chunk, of which a window of copies may have the data. */
+    LayerChunk (*chunk)(const void *step, int64_t row, int64_t chunk, const void *locals);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
-    LayerSums (*first)(const void *step, int64_t row, int64_t chunk, const void *locals, void *update);
+    LayerSums (*first)(const void *step, const LayerChunk *chunk, const void *locals, void *update);
     /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
      * `writes_norms` is true in one thread, which writes the row's metrics. */
     double (*ratio)(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one chunk, updates the weights; NULL if no row needs it. */
-    void (*second)(const void *step, int64_t row, int64_t chunk, const void *locals, double ratio, const void *update);
+    void (*second)(const void *step, const LayerChunk *chunk, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
@@ -96,7 +106,8 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
         const int64_t to = slice->last - from < window ? slice->last : from + window;
         if (info.window) rule.open_window(s->step, slice->row, from, to, locals, false);
         for (int64_t b = from; b < to; b++) {
-            const LayerSums sums = rule.first(s->step, slice->row, b, locals, layerwise_update(slice, b));
+            const LayerChunk chunk = rule.chunk(s->step, slice->row, b, locals);
+            const LayerSums sums = rule.first(s->step, &chunk, locals, layerwise_update(slice, b));
             if (partial) partial[b] = sums;
             add_sums(&total, sums);
         }
@@ -117,8 +128,10 @@ FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, Laye
         if (info.window && info.window < group) group = info.window;
         start = end - group > slice->first ? end - group : slice->first;
         if (info.window) rule.open_window(s->step, slice->row, start, end, locals, true);
-        for (int64_t b = start; b < end; b++)
-            rule.second(s->step, slice->row, b, locals, ratio, layerwise_update(slice, b));
+        for (int64_t b = start; b < end; b++) {
+            const LayerChunk chunk = rule.chunk(s->step, slice->row, b, locals);
+            rule.second(s->step, &chunk, locals, ratio, layerwise_update(slice, b));
+        }
         if (info.window) rule.close_window(s->step, slice->row, start, end, locals, true);
     }
 }

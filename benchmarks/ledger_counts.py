@@ -167,7 +167,7 @@ def names_in(row: str) -> Names:
 
 # ---- the C library --------------------------------------------------------------------------------------------
 
-KERNELS = [f"{name} kernel {stored}" for name in ("lamb", "came") for stored in ("float32", "bfloat16", "int8")]
+KERNELS = [f"{name} kernel {stored}" for name in ("lamb", "came") for stored in ("float32", "bfloat16", "int8", "int4")]
 KERNELS += ["lars kernel float32", "lars kernel bfloat16"]
 KERNEL_ELEMS = 512 * 512
 CACHES = ("--I1=32768,8,64", "--D1=32768,8,64", "--LL=1048576,16,64")

@@ -2,8 +2,9 @@
  *
  *     ledger_kernels OPTIMIZER STORED STEPS PASSES
  *
- * OPTIMIZER is lamb, lars or came, STORED the dtype of weights, gradient and state: float32, bfloat16 or int8, which is
- * that of the state alone. PASSES more passes over the gradient are made in each step, for a test of the counts. */
+ * OPTIMIZER is lamb, lars or came, STORED the dtype of weights, gradient and state: float32, bfloat16, or int8 or int4,
+ * which is that of the state alone. PASSES more passes over the gradient are made in each step, for a test of the
+ * counts. */
 #include "../tests/csrc/library.h"
 
 #include <math.h>
@@ -42,7 +43,8 @@ int main(int count, char **arguments) {
     const int is_lamb = !strcmp(arguments[1], "lamb"), is_lars = !strcmp(arguments[1], "lars");
     const int steps = atoi(arguments[3]), passes = atoi(arguments[4]);
     const int stored = !strcmp(arguments[2], "bfloat16") ? BFLOAT16 : FLOAT32;
-    const int state = !strcmp(arguments[2], "int8") ? INT8 : stored;
+    const int in_blocks = !strncmp(arguments[2], "int", 3);
+    const int state = !strcmp(arguments[2], "int8") ? INT8 : in_blocks ? INT4 : stored;
     float *step = zeros(4), *metrics = zeros(12);
     float *scales[2] = {zeros(ELEMS), zeros(ELEMS)};
     const Gradient gradient = {.size = ELEMS, .type = stored};
@@ -76,9 +78,9 @@ int main(int count, char **arguments) {
         .weights = weights,
         .exp_avg = zeros(4 * ELEMS),
         .exp_avg_sq = zeros(4 * ELEMS),
-        .exp_avg_scale = state == INT8 ? scales[0] : NULL,
-        .exp_avg_sq_scale = state == INT8 ? scales[1] : NULL,
-        .inner = state == INT8 ? SIDE : 0,
+        .exp_avg_scale = in_blocks ? scales[0] : NULL,
+        .exp_avg_sq_scale = in_blocks ? scales[1] : NULL,
+        .inner = in_blocks ? SIDE : 0,
         .step = step,
         .metrics = metrics,
         .state_type = state,

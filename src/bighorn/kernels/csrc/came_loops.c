@@ -22,8 +22,10 @@ static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start,
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
     else if (row->state_type == INT4) encode(CODEC_NIBBLES, &data, start, n, buffer, f->dither);
-    else narrow(buffer, n, row->exp_avg, row->state_type, start);
-    read_m(row, start, n, buffer);
+    else {
+        narrow(buffer, n, row->exp_avg, row->state_type, start);
+        widen(row->exp_avg, row->state_type, start, n, buffer);
+    }
 }
 
 /* ---- the passes ------------------------------------------------------------------------------------------ */
@@ -88,11 +90,11 @@ static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, 
                                   real *restrict elements) {
     real u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
     read_m(row, start, n, m);
-    for (int i = 0; i < n; i++) u[i] = update_of(g[i], r, c[i]);
-    if (!apart) {
-        for (int i = 0; i < n; i++) m[i] = averaged(f, m[i], u[i]);
-        write_m(row, f, start, n, m);
+    for (int i = 0; i < n; i++) {
+        u[i] = update_of(g[i], r, c[i]);
+        if (!apart) m[i] = averaged(f, m[i], u[i]);
     }
+    if (!apart) write_m(row, f, start, n, m);
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
         real w = residual_of(u[i], m[i]);

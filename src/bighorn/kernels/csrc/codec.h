@@ -101,16 +101,13 @@ typedef struct {
     int64_t inner;
 } CodecData;
 
-/* The codes of a byte. */
-static inline int first_nibble(int8_t both) { return (int8_t)((uint8_t)both << 4) >> 4; }
-static inline int second_nibble(int8_t both) { return both >> 4; }
-
 /* Copies an even number of codes from `both`, two to a byte, and to it. */
 static inline void unpack_nibbles(const int8_t *restrict both, int n, int8_t *restrict codes) {
 #pragma omp simd
     for (int i = 0; i < n / 2; i++) {
-        codes[2 * i] = (int8_t)first_nibble(both[i]);
-        codes[2 * i + 1] = (int8_t)second_nibble(both[i]);
+        const uint8_t first = both[i] & 15, second = (uint8_t)both[i] >> 4;
+        codes[2 * i] = (int8_t)((first ^ 8) - 8);
+        codes[2 * i + 1] = (int8_t)((second ^ 8) - 8);
     }
 }
 
@@ -123,31 +120,24 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
                                   real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(form, data->scales[part.scale]).unit;
+        int8_t unpacked[CODEC_BLOCK_ELEMS + 2];
+        const int8_t *restrict codes = data->codes + part.start;
         if (form == CODEC_NIBBLES) {
-            const int8_t *restrict codes = data->codes + part.start / 2;
-            const int odd = part.start & 1, pairs = (part.size - odd) / 2;
-            if (odd) *out = second_nibble(*codes) * unit;
-#pragma omp simd
-            for (int i = 0; i < pairs; i++) {
-                out[odd + 2 * i] = first_nibble(codes[odd + i]) * unit;
-                out[odd + 2 * i + 1] = second_nibble(codes[odd + i]) * unit;
-            }
-            if (odd + 2 * pairs < part.size) out[part.size - 1] = first_nibble(codes[odd + pairs]) * unit;
-        } else {
-            const int8_t *restrict codes = data->codes + part.start;
-#pragma omp simd
-            for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
+            const int odd = part.start & 1;
+            unpack_nibbles(data->codes + part.start / 2, part.size + odd + 1, unpacked);
+            codes = unpacked + odd;
         }
+#pragma omp simd
+        for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
         out += part.size;
     }
 }
 
-/* Encodes elements [start, start + n), which must be whole blocks. `phase` is the dither phase of the tensor's first
- * element; CODEC_NIBBLES uses it. */
+/* Encodes elements [start, start + n), which must be whole blocks, and replaces them by the numbers that their codes
+ * stand for. `phase` is the dither phase of the tensor's first element; CODEC_NIBBLES uses it. */
 FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
-                                  const real *restrict values, uint32_t phase) {
+                                  real *restrict values, uint32_t phase) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
-        int8_t *restrict codes = data->codes + (form == CODEC_NIBBLES ? part.start / 2 : part.start);
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
@@ -155,24 +145,33 @@ FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *da
             largest = magnitude > largest ? magnitude : largest;
         }
         const CodecScale scale = new_scale(form, largest);
-        float ready[CODEC_BLOCK_ELEMS];
-        for (int i = 0; i < part.size; i++) ready[i] = (float)values[i];
-        make_ready(ready, part.size, &scale);
+        const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
+        int8_t unpacked[CODEC_BLOCK_ELEMS];
+        int8_t *restrict codes = form == CODEC_NIBBLES ? unpacked : data->codes + part.start;
+        uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
         data->scales[part.scale] = scale.scale;
-        if (form == CODEC_NIBBLES) {
-            int8_t each[CODEC_BLOCK_ELEMS];
-#pragma omp simd
-            for (int i = 0; i < part.size; i++) {
-                const uint32_t dither = phase + (uint32_t)(part.start + i) * DITHER_STRIDE;
-                const int in_2_16ths = (int)(fabsf(ready[i]) * scale.factor * 0x1p16f + 0.5f);
-                const int code = (in_2_16ths + (int)(dither >> 16)) >> 16;
-                each[i] = (int8_t)(ready[i] < 0 ? -code : code);
+        if (scale.lift != 1)
+            for (int i = 0; i < part.size; i++) values[i] = (float)values[i] * scale.lift;
+        if (!(scale.scale > 0)) { /* only zeros, or a value that is not finite */
+            memset(codes, 0, (size_t)part.size);
+            for (int i = 0; i < part.size; i++) values[i] = 0 * unit;
+        } else if (form == CODEC_NIBBLES) {
+            for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
+                const float value = (float)values[i];
+                const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;
+                const int code = value < 0 ? -size : size;
+                codes[i] = (int8_t)code;
+                values[i] = code * unit;
             }
-            pack_nibbles(each, part.size, codes);
         } else {
 #pragma omp simd
-            for (int i = 0; i < part.size; i++) codes[i] = (int8_t)to_bits(ready[i] * scale.factor + ROUND_TO_INTEGER);
+            for (int i = 0; i < part.size; i++) {
+                const float nearest = (float)values[i] * factor + ROUND_TO_INTEGER;
+                codes[i] = (int8_t)to_bits(nearest);
+                values[i] = (nearest - ROUND_TO_INTEGER) * unit;
+            }
         }
+        if (form == CODEC_NIBBLES) pack_nibbles(unpacked, part.size, data->codes + part.start / 2);
         values += part.size;
     }
 }

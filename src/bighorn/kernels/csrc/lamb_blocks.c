@@ -112,11 +112,15 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void load_block(LambQuantBlock *block, const LayerRow *row, CodecPart part, float *u) {
-    const int64_t start = part.start, bytes = code_bytes(row);
-    block->row = row, block->start = start, block->scale = part.scale, block->n = part.size;
+static void place_block(LambQuantBlock *block, const LayerRow *row, CodecPart part, float *u) {
+    block->row = row, block->start = part.start, block->scale = part.scale, block->n = part.size;
+    block->u = u && block->n % LANES == 0 ? u : block->u_buffer, block->wanted = u;
+}
+
+static void load_block_codes(LambQuantBlock *block) {
+    const LayerRow *row = block->row;
+    const int64_t start = block->start, bytes = code_bytes(row);
     block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
-    block->u = u ? u : block->u_buffer, block->wanted = u;
     if (row->state_type == INT4) {
         unpack_nibbles((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
         block->m_codes = block->m_buffer;
@@ -124,7 +128,6 @@ static void load_block(LambQuantBlock *block, const LayerRow *row, CodecPart par
     if (block->n % LANES) {
         block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
         block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
-        block->u = block->u_buffer;
     }
 }
 
@@ -253,6 +256,7 @@ static int type_of(const LayerChunk *b, const LambReals *f) {
 
 /* Computes the u of a block again, from weights that have not changed. */
 static void load_block_update(LambQuantBlock *block, const LambReals *f, const int type) {
+    load_block_codes(block);
     load_block_weights(block, type);
     FOR_FORMS(block, update_as, *f);
 }
@@ -262,7 +266,7 @@ static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
     LayerSums sums = {0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
-        load_block(&block, b->row, part, NULL);
+        place_block(&block, b->row, part, NULL);
         load_block_update(&block, f, FLOAT32);
         for (int i = 0; i < block.n; i++) {
             const double x = ((const float *)block.x)[i], u = block.u[i];
@@ -283,7 +287,8 @@ static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float
         int count = 0;
         for (; count < 2 && part.size > 0; part = next_codec_part(inner, part, end)) {
             LambQuantBlock *next = &blocks[count++];
-            load_block(next, b->row, part, update ? update + (part.start - b->start) : NULL);
+            place_block(next, b->row, part, update ? update + (part.start - b->start) : NULL);
+            load_block_codes(next);
             load_block_weights(next, type);
             load_block_grad(next, b, f);
             FOR_FORMS(next, advance_as, *f);
@@ -315,7 +320,7 @@ static void apply(const LayerChunk *b, const LambFactors *factors, double step, 
     const int type = is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32; /* gradients are not read */
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
-        load_block(&block, b->row, part, NULL);
+        place_block(&block, b->row, part, NULL);
         if (!stored) load_block_update(&block, &f, type);
         apply_update(f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }

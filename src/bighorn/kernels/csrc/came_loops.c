@@ -84,17 +84,43 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
     store_sums(count, &lanes, sums);
 }
 
-/* The same for an m that is rounded when it is stored, between the update and the residuals. */
+/* Updates m in codes, and returns u and the m that is stored. */
+FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const FactoredRow *row, const CameFactors *f,
+                                         int64_t start, int n, const real *restrict g, real r, const real *restrict c,
+                                         real *restrict u, real *restrict m) {
+    const CodecData data = codes_of(row);
+    EACH_CODEC_PART(part, data.inner, start, start + n) {
+        const float unit = scale_of(form, data.scales[part.scale]).unit;
+        int8_t buffer[CODEC_BLOCK_ELEMS + 2];
+        const int8_t *restrict codes = codes_at(form, &data, part, buffer);
+        uint32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+        for (int i = 0; i < part.size; i++) {
+            u[i] = update_of(g[i], r, c[i]);
+            m[i] = averaged(f, codes[i] * unit, u[i]);
+            const uint32_t magnitude = magnitude_of((float)m[i]);
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        encode_block(form, &data, part, largest, f->dither, m);
+        g += part.size, c += part.size, u += part.size, m += part.size;
+    }
+}
+
+/* The same as `momentum_loop` for an m that is rounded when it is stored, between the update and the residuals. */
 static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, int64_t start, int n,
                                   const real *restrict g, real r, const real *restrict c, int apart,
                                   real *restrict elements) {
     real u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
-    read_m(row, start, n, m);
-    for (int i = 0; i < n; i++) {
-        u[i] = update_of(g[i], r, c[i]);
-        if (!apart) m[i] = averaged(f, m[i], u[i]);
+    if (!apart && row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
+    else if (!apart && row->state_type == INT4) advance_codes(CODEC_NIBBLES, row, f, start, n, g, r, c, u, m);
+    else {
+        read_m(row, start, n, m);
+        for (int i = 0; i < n; i++) {
+            u[i] = update_of(g[i], r, c[i]);
+            if (!apart) m[i] = averaged(f, m[i], u[i]);
+        }
+        if (!apart) write_m(row, f, start, n, m);
     }
-    if (!apart) write_m(row, f, start, n, m);
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
         real w = residual_of(u[i], m[i]);

@@ -116,62 +116,72 @@ static inline void pack_nibbles(const int8_t *restrict codes, int n, int8_t *res
     for (int i = 0; i < n / 2; i++) both[i] = (int8_t)((codes[2 * i] & 15) | (uint8_t)codes[2 * i + 1] << 4);
 }
 
+/* Returns the codes of a part, each in a byte: in place, or in the buffer, which has two bytes more than a block. */
+FORCE_INLINE_TEMPLATE const int8_t *codes_at(const enum CodecForm form, const CodecData *data, CodecPart part,
+                                             int8_t *buffer) {
+    if (form != CODEC_NIBBLES) return data->codes + part.start;
+    const int odd = part.start & 1;
+    unpack_nibbles(data->codes + part.start / 2, part.size + odd + 1, buffer);
+    return buffer + odd;
+}
+
 FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
                                   real *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(form, data->scales[part.scale]).unit;
-        int8_t unpacked[CODEC_BLOCK_ELEMS + 2];
-        const int8_t *restrict codes = data->codes + part.start;
-        if (form == CODEC_NIBBLES) {
-            const int odd = part.start & 1;
-            unpack_nibbles(data->codes + part.start / 2, part.size + odd + 1, unpacked);
-            codes = unpacked + odd;
-        }
+        int8_t buffer[CODEC_BLOCK_ELEMS + 2];
+        const int8_t *restrict codes = codes_at(form, data, part, buffer);
 #pragma omp simd
         for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
         out += part.size;
     }
 }
 
-/* Encodes elements [start, start + n), which must be whole blocks, and replaces them by the numbers that their codes
- * stand for. `phase` is the dither phase of the tensor's first element; CODEC_NIBBLES uses it. */
+/* Encodes the values of a whole block, the largest of whose magnitudes has these bits, and replaces them by the numbers
+ * that the codes stand for. `phase` is the dither phase of the tensor's first element; CODEC_NIBBLES uses it. */
+FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecData *data, CodecPart part,
+                                        uint32_t largest, uint32_t phase, real *restrict values) {
+    const CodecScale scale = new_scale(form, largest);
+    const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
+    int8_t unpacked[CODEC_BLOCK_ELEMS];
+    int8_t *restrict codes = form == CODEC_NIBBLES ? unpacked : data->codes + part.start;
+    uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
+    data->scales[part.scale] = scale.scale;
+    if (scale.lift != 1)
+        for (int i = 0; i < part.size; i++) values[i] = (float)values[i] * scale.lift;
+    if (!(scale.scale > 0)) { /* only zeros, or a value that is not finite */
+        memset(codes, 0, (size_t)part.size);
+        for (int i = 0; i < part.size; i++) values[i] = 0 * unit;
+    } else if (form == CODEC_NIBBLES) {
+        for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
+            const float value = (float)values[i];
+            const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;
+            const int code = value < 0 ? -size : size;
+            codes[i] = (int8_t)code;
+            values[i] = code * unit;
+        }
+    } else {
+#pragma omp simd
+        for (int i = 0; i < part.size; i++) {
+            const float nearest = (float)values[i] * factor + ROUND_TO_INTEGER;
+            codes[i] = (int8_t)to_bits(nearest);
+            values[i] = (nearest - ROUND_TO_INTEGER) * unit;
+        }
+    }
+    if (form == CODEC_NIBBLES) pack_nibbles(unpacked, part.size, data->codes + part.start / 2);
+}
+
+/* Encodes elements [start, start + n), which must be whole blocks, likewise. */
 FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
                                   real *restrict values, uint32_t phase) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         uint32_t largest = 0;
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
-            uint32_t magnitude = magnitude_of((float)values[i]);
+            const uint32_t magnitude = magnitude_of((float)values[i]);
             largest = magnitude > largest ? magnitude : largest;
         }
-        const CodecScale scale = new_scale(form, largest);
-        const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
-        int8_t unpacked[CODEC_BLOCK_ELEMS];
-        int8_t *restrict codes = form == CODEC_NIBBLES ? unpacked : data->codes + part.start;
-        uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
-        data->scales[part.scale] = scale.scale;
-        if (scale.lift != 1)
-            for (int i = 0; i < part.size; i++) values[i] = (float)values[i] * scale.lift;
-        if (!(scale.scale > 0)) { /* only zeros, or a value that is not finite */
-            memset(codes, 0, (size_t)part.size);
-            for (int i = 0; i < part.size; i++) values[i] = 0 * unit;
-        } else if (form == CODEC_NIBBLES) {
-            for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
-                const float value = (float)values[i];
-                const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;
-                const int code = value < 0 ? -size : size;
-                codes[i] = (int8_t)code;
-                values[i] = code * unit;
-            }
-        } else {
-#pragma omp simd
-            for (int i = 0; i < part.size; i++) {
-                const float nearest = (float)values[i] * factor + ROUND_TO_INTEGER;
-                codes[i] = (int8_t)to_bits(nearest);
-                values[i] = (nearest - ROUND_TO_INTEGER) * unit;
-            }
-        }
-        if (form == CODEC_NIBBLES) pack_nibbles(unpacked, part.size, data->codes + part.start / 2);
+        encode_block(form, data, part, largest, phase, values);
         values += part.size;
     }
 }

@@ -84,7 +84,7 @@ OURS = {
 }
 """The options of Bighorn's optimizers."""
 
-RELEASING = frozenset((*OURS, "flashoptim"))
+RELEASING = frozenset((*OURS, *peer_state.RELEASING))
 """The optimizers that can step inside backward, when a gradient is complete."""
 
 

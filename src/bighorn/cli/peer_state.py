@@ -91,3 +91,6 @@ OF_OTHERS: Mapping[str, Callable[[Named], dict[str, int]]] = {
     "galore": galore,
 }
 """Those of other packages, which Bighorn does not run."""
+
+RELEASING = ("flashoptim",)
+"""Those that can step inside backward, when a gradient is complete."""

@@ -150,8 +150,7 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
     if (scale.lift != 1)
         for (int i = 0; i < part.size; i++) values[i] = (float)values[i] * scale.lift;
     if (!(scale.scale > 0)) { /* only zeros, or a value that is not finite */
-        memset(codes, 0, (size_t)part.size);
-        for (int i = 0; i < part.size; i++) values[i] = 0 * unit;
+        for (int i = 0; i < part.size; i++) codes[i] = 0, values[i] = 0 * unit;
     } else if (form == CODEC_NIBBLES) {
         for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
             const float value = (float)values[i];

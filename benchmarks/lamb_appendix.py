@@ -4,7 +4,8 @@
 
 LeNet at batch 1,024 with each of the same four rates for every optimizer, by one seed on held-out data; then five seeds
 with the best rate, on test data. STUDY keeps every run, and the same command goes on there; JSON is the result, as of
-`bighorn compare`. Two processes of the same command share the runs of a STUDY; they take an hour on two cores.
+`bighorn compare`. Two processes of the same command share the runs of a STUDY; they take an hour and a half on two
+cores.
 """
 
 from __future__ import annotations

@@ -81,10 +81,11 @@ FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t m
 }
 
 /* Prepares values for encoding. In a block of zeros, or with a value that is not finite, all codes are 0. */
-static inline void make_ready(float *values, int n, const CodecScale *s) {
-    if (!(s->scale > 0)) memset(values, 0, (size_t)n * sizeof(float));
+static inline void make_ready(real *values, int n, const CodecScale *s) {
+    if (!(s->scale > 0))
+        for (int i = 0; i < n; i++) values[i] = 0;
     else if (s->lift != 1)
-        for (int i = 0; i < n; i++) values[i] *= s->lift;
+        for (int i = 0; i < n; i++) values[i] = (float)values[i] * s->lift;
 }
 
 FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
@@ -147,11 +148,8 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
     int8_t *restrict codes = form == CODEC_NIBBLES ? unpacked : data->codes + part.start;
     uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
     data->scales[part.scale] = scale.scale;
-    if (scale.lift != 1)
-        for (int i = 0; i < part.size; i++) values[i] = (float)values[i] * scale.lift;
-    if (!(scale.scale > 0)) { /* only zeros, or a value that is not finite */
-        for (int i = 0; i < part.size; i++) codes[i] = 0, values[i] = 0 * unit;
-    } else if (form == CODEC_NIBBLES) {
+    make_ready(values, part.size, &scale);
+    if (form == CODEC_NIBBLES) {
         for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
             const float value = (float)values[i];
             const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;

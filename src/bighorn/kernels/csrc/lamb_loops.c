@@ -145,8 +145,10 @@ FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambReals 
                                            real step, real *update) {
     LayerSums sums = {0};
     LayerBuffers buffers;
-    EACH_PIECE(p, b, piece_of(b, f, after), &buffers)
-    add_sums(&sums, step_piece(&p, f, after, step, after == UPDATE_KEEP ? update + (p.start - b->start) : NULL));
+    EACH_PIECE(p, b, piece_of(b, f, after), &buffers) {
+        real *stored = after == UPDATE_KEEP ? update + (p.start - b->start) : NULL;
+        add_sums(&sums, step_piece(&p, f, after, step, stored));
+    }
     return sums;
 }
 

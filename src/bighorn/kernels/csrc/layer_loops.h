@@ -40,7 +40,7 @@ typedef struct {
 } LayerBuffers;
 
 /* A piece of a chunk: elements [start, start + n) of the row. Moments are used in place, and so are weights that are
- * not float16 and are rounded to the nearest. */
+ * consecutive, not float16, and rounded to the nearest. */
 typedef struct {
     const LayerChunk *chunk;
     LayerBuffers *buffers;

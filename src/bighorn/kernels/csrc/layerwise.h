@@ -53,7 +53,7 @@ typedef struct {
     /* Called before and after a loop over chunks [first, last), which are a window of a row that needs them. */
     void (*open_window)(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second);
     void (*close_window)(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
-    /* Returns a chunk, of which a window of copies may have the data. */
+    /* Returns a chunk. Its gradient and weights may be the copies of a window. */
     LayerChunk (*chunk)(const void *step, int64_t row, int64_t chunk, const void *locals);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */

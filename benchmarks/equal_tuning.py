@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 PAGE = DOCS / "study-equal-tuning.md"
 TABLES = re.compile(
-    r"(<!-- (equal tuning|four rates|summary|pairs) of (\S+) -->\n).*?(<!-- end of the table -->)", re.DOTALL
+    r"(<!-- (equal tuning|four rates|summary|pairs|sensitivity) of (\S+) -->\n).*?(<!-- end of the table -->)",
+    re.DOTALL,
 )
 
 GOOD = {"accuracy": 0.01, "loss": 0.05}
@@ -254,7 +255,40 @@ def pairs(words: str) -> str:
     return "\n".join(_markdown(["batch", first, second, "difference"], rows)) + "\n"
 
 
-KINDS = {"equal tuning": equal_table, "four rates": rates_table, "summary": summary, "pairs": pairs}
+def sensitivity(name: str) -> str:
+    """Return how far each change of an option moves the loss of each optimizer, and its steps with a spike."""
+    saved = load(name)
+    runs = {(cell["name"], cell["change"]): cell["runs"] for cell in saved["cells"]}
+    columns, changes = (list(dict.fromkeys(each)) for each in zip(*runs, strict=True))
+    rows = []
+    for change in changes:
+        row = [change]
+        for column in columns:
+            if (here := runs.get((column, change))) is None:
+                row.append("")
+                continue
+            losses, before = ([_value(run, "loss") for run in each] for each in (here, runs[column, changes[0]]))
+            mean, half = interval([new - old for new, old in zip(losses, before, strict=True)], len(changes) - 1)
+            words = f"{mean:+.3f} +- {half:.3f}" if math.isfinite(mean) else "diverged"
+            words = f"**{words}**" if abs(mean) > half else words
+            if change == changes[0]:
+                words = f"{statistics.fmean(losses):.3f}"
+            spikes = sum(run["spikes"] for run in here)
+            row.append(f"{words}, {spikes} spike{'s' * (spikes != 1)}" if spikes else words)
+        rows.append(row)
+    about = (
+        f"{saved['data']['description']}; commit {saved['commit'][:7]} ([all runs](../benchmarks/results/{name}.json))."
+    )
+    return "\n".join(["```bash", saved["command"], "```", "", about, "", *_markdown(["change", *columns], rows)]) + "\n"
+
+
+KINDS = {
+    "equal tuning": equal_table,
+    "four rates": rates_table,
+    "summary": summary,
+    "pairs": pairs,
+    "sensitivity": sensitivity,
+}
 
 
 def written() -> str:

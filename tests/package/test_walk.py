@@ -152,10 +152,15 @@ def test_a_whole_walk_does_not_grow(way: str, kind: Kind) -> None:
     param = Parameter(torch.ones(4, 4))
     name, _, backend = way.rpartition(" ")
     if way in ("construction", "first step"):
-        optimizers: list[Any] = []
-        walk = calls(lambda: optimizers.append(kind([("p", param)], lr=0.01, weight_decay=0.1)))
         param.grad = torch.ones(4, 4)
-        walk = calls(optimizers[0].step) if way == "first step" else walk
+        optimizers: list[Any] = []
+
+        def construct() -> None:
+            optimizers.append(kind([("p", param)], lr=0.01, weight_decay=0.1))
+
+        for _ in range(2):  # the first ones of a process also fill the caches of functions
+            walk = calls(construct)
+            walk = calls(optimizers[-1].step) if way == "first step" else walk
     elif name and name != kind.algorithm.name:
         pytest.skip(f"of {name}")
     else:

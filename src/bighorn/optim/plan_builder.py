@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ State = dict[str, Any]
 Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None, bool], list[BucketPlan]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
-Picked = dict[tuple[object, ...], str]
-"""The names of the backends that were picked, by what the choice depends on."""
+InitState = Callable[[ParamInfo, Tensor], tuple[State, list[str]]]
+"""A function that returns the state of a parameter, and the names of the tensors in it that kernels use."""
 
 EXCHANGED = {
     f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
@@ -46,7 +46,7 @@ def build(
     infos: list[ParamInfo],
     options: dict[Variant, Any],
     options_version: int,
-    init_state: Callable[[ParamInfo, Tensor], tuple[State, list[str]]],
+    init_state: InitState,
     backend: str,
 ) -> tuple[StepPlan, list[State]]:
     """Return a plan for the parameters, and the complete state of each. The optimizer itself is not changed.
@@ -66,23 +66,47 @@ def build(
         ValueError: A gradient does not fit its parameter, parameters share memory, or the requested backend does not
             serve one.
     """
-    bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
-    backends: Backends = {}
     indices = {id(param): index for index, param in enumerate(params)}
-    states: dict[int, tuple[State, list[str]]] = {}
-    bindings: list[tuple[ParamBinding, BucketPlan]] = []
-    wrappers: list[tuple[BucketPlan, str]] = []
-    picked: Picked = {}
+    here = list(map(sharding.local, grads))
+    builder = PlanBuilder(options, init_state, backend)
     for info in infos:
         index = indices[id(info.param)]
         _check_grad(info, grads[index])
-        view, grad = info.here(local_view(info.param)), info.here(sharding.local(grads[index]))
+        builder.add(info, index, here[index])
+    plan = builder.plan(here, options_version)
+    return plan, [builder.states[index][0] if index in builder.states else {} for index in range(len(params))]
+
+
+class PlanBuilder:
+    """The parts of a plan while parameters are added.
+
+    Args:
+        options: The options of each variant.
+        init_state: As for :func:`build`.
+        backend: The requested backend, or "auto".
+    """
+
+    def __init__(self, options: dict[Variant, Any], init_state: InitState, backend: str) -> None:
+        self.options, self.init_state, self.backend = options, init_state, backend
+        self.states: dict[int, tuple[State, list[str]]] = {}
+        """The state of each tensor of the optimizer, by its index, with the names of what kernels use."""
+        self.bindings: list[tuple[ParamInfo, ParamBinding, BucketPlan]] = []
+        self.bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
+        self.backends: Backends = {}
+        self.picked: dict[tuple[object, ...], str] = {}
+        """The names of the backends that were picked, by what the choice depends on."""
+        self.wrappers: list[tuple[BucketPlan, str]] = []
+        """The buckets of tensors without memory of their own, each of which has one, and the labels of these."""
+
+    def add(self, info: ParamInfo, index: int, grad: Tensor) -> None:
+        """Add a parameter, the optimizer's tensor of this index or a part of it, with this rank's gradient of that."""
+        view, grad = info.here(local_view(info.param)), info.here(grad)
         turned = info.is_turned(view)
         dense = view if info.fits_kernels(view) else _dense_copy(view, info.label)
-        counts = index not in states
+        counts = index not in self.states
         if counts:
-            states[index] = init_state(info, info.param if info.flat else dense)
-        state, kept = states[index]
+            self.states[index] = self.init_state(info, info.param if info.flat else dense)
+        state, kept = self.states[index]
         mine = info.state_here({entry: sharding.local(state[entry]) for entry in kept})
         if turned:
             view = dense = view.mT
@@ -91,88 +115,96 @@ def build(
         if not solid:
             refuse_freed(view, info.label)
             refuse_freed(grad, f"the gradient of {info.label}")
-        name = _pick(picked, info, backend, dense, options[info.variant], shard, solid)
+        name = self._pick(info, dense, shard, solid)
         wrapper = None if solid else index  # each such tensor has its own bucket
         kept_as = next(iter(mine.values())).dtype
-        key = (info.variant, name, dense.device, dense.dtype, kept_as, info.summed_over, wrapper, turned, *mine)
-        if key not in bucket_plans:
-            bucket_plans[key] = BucketPlan(Bucket(options[info.variant], [], {}, [], [], torch.empty(0)), info.variant)
-            backends.setdefault((name, dense.device, info.summed_over, info.variant.centres), []).append(
-                bucket_plans[key]
-            )
-        bucket_plan = bucket_plans[key]
+        variant, ranks = info.variant, info.summed_over
+        key = (variant, name, dense.device, dense.dtype, kept_as, ranks, wrapper, turned, *mine)
+        if key not in self.bucket_plans:
+            made = BucketPlan(Bucket(self.options[variant], [], {}, [], [], torch.empty(0)), variant)
+            self.backends.setdefault((name, dense.device, ranks, variant.centres), []).append(made)
+            self.bucket_plans[key] = made
+        bucket_plan = self.bucket_plans[key]
         if not solid:
-            wrappers.append((bucket_plan, info.label))
+            self.wrappers.append((bucket_plan, info.label))
         used = view if name == kernels.SERVES_STRIDED else dense
         part = info.flat.part if info.flat else None
         binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts, turned)
         bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
         plain = not (info.stacked or info.flat or info.param.is_complex() or turned)
-        bucket_plan.direct &= plain and used is view and not (grad.is_neg() or info.variant.centres)
-        bindings.append((binding, bucket_plan))
-    _check_disjoint([(info, binding) for info, (binding, _) in zip(infos, bindings, strict=True)])
+        bucket_plan.direct &= plain and used is view and not (grad.is_neg() or variant.centres)
+        self.bindings.append((info, binding, bucket_plan))
 
-    for (_, device, *_), used_by in backends.items():
-        for bucket_plan in used_by:
-            bucket = bucket_plan.bucket
-            size = len(bucket.params), len(bucket.options.metrics)
-            bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
-    labels, row_indices = _report_rows(infos, bindings, list(bucket_plans.values()), len(params))
-    plan = StepPlan(
-        buckets=list(bucket_plans.values()),
-        kernels=[],
-        meshes={},
-        labels=labels,
-        row_indices=row_indices,
-        options_version=options_version,
-    )
-    plan.bind(list(map(sharding.local, grads)), [True] * len(grads))
-    for bucket_plan, label in wrappers:
-        _try_on_copies(bucket_plan.bucket, label)
-    _add_kernels(plan, backends)
-    return plan, [states[index][0] if index in states else {} for index in range(len(params))]
+    def plan(self, grads: Sequence[Tensor], options_version: int) -> StepPlan:
+        """Return the plan, bound to this rank's gradients of all tensors of the optimizer."""
+        self._check_disjoint()
+        for (_, device, *_), used_by in self.backends.items():
+            for bucket_plan in used_by:
+                bucket = bucket_plan.bucket
+                size = len(bucket.params), len(bucket.options.metrics)
+                bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
+        labels, row_indices = self._report_rows(len(grads))
+        plan = StepPlan(
+            buckets=list(self.bucket_plans.values()),
+            kernels=[],
+            meshes={},
+            labels=labels,
+            row_indices=row_indices,
+            options_version=options_version,
+        )
+        plan.bind([*grads], [True] * len(grads))
+        for bucket_plan, label in self.wrappers:
+            _try_on_copies(bucket_plan.bucket, label)
+        self._add_kernels(plan)
+        return plan
 
+    def _pick(self, info: ParamInfo, dense: Tensor, shard: Shard | None, solid: bool) -> str:
+        """Return the name of the backend that serves a parameter, as `kernels.pick`."""
+        key = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
+        if key not in self.picked:
+            with about(info.label):
+                self.picked[key], _ = kernels.pick(self.backend, dense, self.options[info.variant], shard, solid)
+        return self.picked[key]
 
-def _pick(
-    picked: Picked, info: ParamInfo, backend: str, dense: Tensor, options: Any, shard: Shard | None, solid: bool
-) -> str:
-    """Return the name of the backend that serves a parameter, as `kernels.pick`, and add it to `picked`."""
-    key = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
-    if key not in picked:
-        with about(info.label):
-            picked[key], _ = kernels.pick(backend, dense, options, shard, solid)
-    return picked[key]
+    def _check_disjoint(self) -> None:
+        """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
+        spans = sorted(
+            (start, start + binding.view.nbytes, info.label)
+            for info, binding, _ in self.bindings
+            if (start := address_of(binding.view)) and (binding.view.is_contiguous() or is_dense(binding.view, 0))
+        )
+        for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+            if start < end and first == second:
+                raise ValueError(f"{first} is among the parameters twice: take one of the two out of its group")
+            if start < end:
+                raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 
+    def _report_rows(self, count: int) -> tuple[list[list[str]], list[list[int]]]:
+        """Return the labels of each tensor in reports, and the rows of all buckets with its metrics."""
+        sizes = [len(bucket_plan.bucket.params) for bucket_plan in self.bucket_plans.values()]
+        starts = dict(zip(map(id, self.bucket_plans.values()), itertools.accumulate(sizes, initial=0), strict=False))
+        labels: list[list[str]] = [[] for _ in range(count)]
+        row_indices: list[list[int]] = [[] for _ in range(count)]
+        homes: dict[int, int] = {}
+        for info, binding, bucket_plan in self.bindings:
+            # Reports have the parameters in all flat tensors of a group in one order on every rank.
+            home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
+            labels[home] += _labels(info, len(binding.rows))
+            row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
+        return labels, row_indices
 
-def _report_rows(
-    infos: list[ParamInfo], bindings: list[tuple[ParamBinding, BucketPlan]], bucket_plans: list[BucketPlan], count: int
-) -> tuple[list[list[str]], list[list[int]]]:
-    """Return the labels of each parameter in reports, and the rows of all buckets with its metrics."""
-    sizes = [len(bucket_plan.bucket.params) for bucket_plan in bucket_plans]
-    starts = dict(zip(map(id, bucket_plans), itertools.accumulate(sizes, initial=0), strict=False))
-    labels: list[list[str]] = [[] for _ in range(count)]
-    row_indices: list[list[int]] = [[] for _ in range(count)]
-    homes: dict[int, int] = {}
-    for info, (binding, bucket_plan) in zip(infos, bindings, strict=True):
-        # Reports have the parameters in all flat tensors of a group in one order on every rank.
-        home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
-        labels[home] += _labels(info, len(binding.rows))
-        row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
-    return labels, row_indices
-
-
-def _add_kernels(plan: StepPlan, backends: Backends) -> None:
-    """Make the kernels of a plan, which is bound to gradients."""
-    sharded_dims = [dims for _, _, dims, _ in backends if isinstance(dims, ShardedDims)]
-    for (name, device, dims, centres), used_by in backends.items():
-        buckets = [bucket_plan.bucket for bucket_plan in used_by]
-        kernel = kernels.kernel(name, buckets[0].options.algorithm)(buckets)
-        launch = Launch(kernel, device, wide(device), dims, used_by if centres else [])
-        if dims is None:
-            plan.kernels.append(launch)
-        else:
-            ranks: RankSums = dims if isinstance(dims, FlatGroup) else _reduce_group(dims, sharded_dims)
-            plan.meshes.setdefault(ranks, []).append(launch)
+    def _add_kernels(self, plan: StepPlan) -> None:
+        """Make the kernels of a plan, which is bound to gradients."""
+        sharded_dims = [dims for _, _, dims, _ in self.backends if isinstance(dims, ShardedDims)]
+        for (name, device, dims, centres), used_by in self.backends.items():
+            buckets = [bucket_plan.bucket for bucket_plan in used_by]
+            kernel = kernels.kernel(name, buckets[0].options.algorithm)(buckets)
+            launch = Launch(kernel, device, wide(device), dims, used_by if centres else [])
+            if dims is None:
+                plan.kernels.append(launch)
+            else:
+                ranks: RankSums = dims if isinstance(dims, FlatGroup) else _reduce_group(dims, sharded_dims)
+                plan.meshes.setdefault(ranks, []).append(launch)
 
 
 def _reduce_group(dims: ShardedDims, all_dims: list[ShardedDims]) -> ReduceGroup:
@@ -235,20 +267,6 @@ def _check_grad(info: ParamInfo, grad: Tensor) -> None:
             f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "
             "in a floating dtype of 16 bits or more"
         )
-
-
-def _check_disjoint(bindings: list[tuple[ParamInfo, ParamBinding]]) -> None:
-    """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
-    spans = sorted(
-        (start, start + binding.view.nbytes, info.label)
-        for info, binding in bindings
-        if (start := address_of(binding.view)) and (binding.view.is_contiguous() or is_dense(binding.view, 0))
-    )
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end and first == second:
-            raise ValueError(f"{first} is among the parameters twice: take one of the two out of its group")
-        if start < end:
-            raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 
 
 def _turned(state: State) -> State:

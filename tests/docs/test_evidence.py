@@ -7,12 +7,9 @@ import math
 import pytest
 
 import evidence
-from bighorn.cli.optimizers import OPTIMIZERS
 from bighorn.tasks import digest
 from equal_tuning import cells_of
 from tests.support.tables import for_every
-
-del OPTIMIZERS["adagrad"]  # its import gives the command line AdaGrad, which tests of its help do not expect
 
 PUBLISHED = {seed: 0.95 + 0.01 * seed for seed in range(1, 6)}
 CELLS = [cell for row in cells_of("equal-digits").values() for cell in row]

@@ -258,7 +258,7 @@ def pairs(words: str) -> str:
 def sensitivity(name: str) -> str:
     """Return how far each change of an option moves the loss of each optimizer, and its steps with a spike."""
     saved = load(name)
-    runs = {(cell["name"], cell["change"]): cell["runs"] for cell in saved["cells"]}
+    runs = {(cell["name"], cell["change"]): cell["runs"] for cell in saved["changed"]}
     columns, changes = (list(dict.fromkeys(each)) for each in zip(*runs, strict=True))
     rows = []
     for change in changes:

@@ -123,7 +123,7 @@ def main(data: str, result: str) -> None:
             cells.append({"name": name, "change": change, "config": options, "runs": found})
     task = load(tuned[NAMES[0]].task, data)
     of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
-    Path(result).write_text(json.dumps({**about, "data": of, "cells": cells}, indent=1) + "\n")
+    Path(result).write_text(json.dumps({**about, "data": of, "changed": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,18 +21,29 @@ COMPILED = {
 }
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
 
+OF_THE_PLAN = {"exclude_from_weight_decay", "exclude_from_layer_adaptation", "grad_centralization"}
+"""Options that kernels do not get: the plan chooses the options of a bucket by them, or centres its gradients."""
+
 WORDS = (str, bool, torch.dtype)
 """Types of options whose values tell code what to do; other values are numbers, which kernels read at run time."""
 
 
-def traits(case: Case) -> set[tuple[object, ...]]:
-    """Return properties that can fail independently: each option, kernel, parameter, and combination with a dtype."""
+def traits(case: Case, *, of_kernels: bool = False) -> set[tuple[object, ...]]:
+    """Return properties that can fail independently: each option, kernel, parameter, and combination with a dtype.
+
+    Args:
+        case: The case.
+        of_kernels: Whether to tell apart only what kernels can, not ways to name parameters. Default: False.
+    """
     groups = [{**case.options, **group} for group in case.groups]
     has: set[tuple[object, ...]] = {
         (name, value if isinstance(value, WORDS) else type(value)) for group in groups for name, value in group.items()
     }
-    has |= {tuple(group.get(name, default) for name, default in COMPILED.items()) for group in groups}
-    has |= {("groups", len(groups))}
+    if of_kernels:
+        has = {trait[:1] if trait[0] in OF_THE_PLAN else trait for trait in has}
+    compiled = {name: default for name, default in COMPILED.items() if not (of_kernels and name in OF_THE_PLAN)}
+    has |= {tuple(group.get(name, default) for name, default in compiled.items()) for group in groups}
+    has |= {("groups", min(len(groups), 2) if of_kernels else len(groups))}
     state_dtype, weight_rounding = (case.options.get(name) for name in ("state_dtype", "weight_rounding"))
     for leaf in case.leaves:
         dtype = leaf.dtype or case.dtype
@@ -87,12 +98,13 @@ def covering_states(cases: Iterable[Case], *, details: bool = True) -> list[Case
     return [case for case in cases if case.id in chosen]
 
 
-def covering(cases: Iterable[Case]) -> set[str]:
+def covering(cases: Iterable[Case], *, of_kernels: bool = False) -> set[str]:
     """Return the ids of cases that together have every trait of all.
 
     Cases of HUGE tensors have no own traits: they are for a backend that works in pieces.
     """
-    return fewest({case.id: (traits(case), cost(case)) for case in cases if case.leaves is not HUGE})
+    chosen = (case for case in cases if case.leaves is not HUGE)
+    return fewest({case.id: (traits(case, of_kernels=of_kernels), cost(case)) for case in chosen})
 
 
 def covering_pairs(cases: Iterable[Case]) -> set[str]:

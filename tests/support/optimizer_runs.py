@@ -71,7 +71,7 @@ def runs(cases: Iterable[Case]) -> list[Any]:
     few = covering(cases)
     more = few | covering_pairs(cases)
     short = {case.id for case in cases if is_short(case)}
-    quick = {"cpu": more, "foreach": more - LONG, "triton": few & short}
+    quick = {"cpu": more, "foreach": more - LONG, "triton": covering(cases, of_kernels=True) & short}
     return [
         pytest.param(
             backend,

@@ -144,15 +144,12 @@ class Encoder(nn.Module):
         return logits
 
 
-class MaskedCharacters(Text):
+class MaskedCharacters(Characters):
     """BERT's masked language model on the characters of a text: 1.8 million parameters, four layers of width 192.
 
     Of the characters of a window 30% are to be restored: 80% of these are masked, 10% replaced, and 10% kept.
     """
 
-    metric, higher_is_better = "loss", False
-    batch_size = 8
-    batch_sizes = (8, 32, 128)
     epochs = 0.65
     target = 2.8
 

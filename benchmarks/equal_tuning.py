@@ -123,12 +123,12 @@ def difference(cell: Cell, row: list[Cell]) -> str:
     """Return the difference from the baseline in words, in bold if it is settled; nothing for the baseline."""
     if cell.name == BASELINE:
         return ""
-    return _difference(cell, verdict(cell, row))
+    return _difference(cell.metric, verdict(cell, row))
 
 
-def _difference(cell: Cell, found: tuple[float, float]) -> str:
+def _difference(metric: str, found: tuple[float, float]) -> str:
     mean, half = found
-    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if is_share(cell.metric) else f"{mean:+.3f} +- {half:.3f}"
+    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if is_share(metric) else f"{mean:+.3f} +- {half:.3f}"
     return f"**{words}**" if abs(mean) > half else words
 
 
@@ -167,14 +167,16 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows)]
 
 
+def _command(saved: dict[str, Any]) -> list[str]:
+    wrapped = textwrap.wrap(saved["command"], 80, break_long_words=False, break_on_hyphens=False)
+    return ["```bash", " \\\n  ".join(wrapped), "```", ""]
+
+
 def _about(name: str) -> list[str]:
     saved = load(name)
     config = saved["config"]
     return [
-        "```bash",
-        " \\\n  ".join(textwrap.wrap(saved["command"], 80, break_long_words=False, break_on_hyphens=False)),
-        "```",
-        "",
+        *_command(saved),
         f"{config['task'].rpartition(':')[2]} ({saved['data']['description']}), {config['epochs']:g} epochs, "
         f"{config['trials']} trials and {config['seeds']} seeds for each, as the command of commit "
         f"{saved['commit'][:7]} did ([all runs](../benchmarks/results/{name}.json)).",
@@ -250,7 +252,9 @@ def pairs(words: str) -> str:
     rows = []
     for batch, row in cells_of(name).items():
         one, other = (next(cell for cell in row if cell.name == each) for each in both.split(","))
-        rows.append([f"{batch:,}", spread(one), spread(other), _difference(one, one.ahead(other, len(cells_of(name))))])
+        rows.append(
+            [f"{batch:,}", spread(one), spread(other), _difference(one.metric, one.ahead(other, len(cells_of(name))))]
+        )
     first, second = both.split(",")
     return "\n".join(_markdown(["batch", first, second, "difference"], rows)) + "\n"
 
@@ -259,27 +263,22 @@ def sensitivity(name: str) -> str:
     """Return how far each change of an option moves the loss of each optimizer, and its steps with a spike."""
     saved = load(name)
     runs = {(cell["name"], cell["change"]): cell["runs"] for cell in saved["changed"]}
-    columns, changes = (list(dict.fromkeys(each)) for each in zip(*runs, strict=True))
-    rows = []
-    for change in changes:
-        row = [change]
-        for column in columns:
-            if (here := runs.get((column, change))) is None:
-                row.append("")
-                continue
-            losses, before = ([_value(run, "loss") for run in each] for each in (here, runs[column, changes[0]]))
-            mean, half = interval([new - old for new, old in zip(losses, before, strict=True)], len(changes) - 1)
-            words = f"{mean:+.3f} +- {half:.3f}" if math.isfinite(mean) else "diverged"
-            words = f"**{words}**" if abs(mean) > half else words
-            if change == changes[0]:
-                words = f"{statistics.fmean(losses):.3f}"
-            spikes = sum(run["spikes"] for run in here)
-            row.append(f"{words}, {spikes} spike{'s' * (spikes != 1)}" if spikes else words)
-        rows.append(row)
-    about = (
-        f"{saved['data']['description']}; commit {saved['commit'][:7]} ([all runs](../benchmarks/results/{name}.json))."
-    )
-    return "\n".join(["```bash", saved["command"], "```", "", about, "", *_markdown(["change", *columns], rows)]) + "\n"
+    columns, (tuned, *changes) = (list(dict.fromkeys(each)) for each in zip(*runs, strict=True))
+    losses = {key: [_value(run, "loss") for run in each] for key, each in runs.items()}
+
+    def moved(column: str, change: str) -> str:
+        if (column, change) not in runs:
+            return ""
+        pairs = zip(losses[column, change], losses[column, tuned], strict=True)
+        words = _difference("loss", interval([new - old for new, old in pairs], len(changes)))
+        spikes = sum(run["spikes"] for run in runs[column, change])
+        return f"{words}, {spikes} spike{'s' * (spikes != 1)}" if spikes else words
+
+    rows = [[tuned, *(text("loss", statistics.fmean(losses[column, tuned])) for column in columns)]]
+    rows += [[change, *(moved(column, change) for column in columns)] for change in changes]
+    about = f"{saved['data']['description']}; commit {saved['commit'][:7]}"
+    about += f" ([all runs](../benchmarks/results/{name}.json))."
+    return "\n".join([*_command(saved), about, "", *_markdown(["change", *columns], rows)]) + "\n"
 
 
 KINDS = {

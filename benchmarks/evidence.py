@@ -35,7 +35,7 @@ STUDIES = {
     **dict.fromkeys(("equal-lenet", "equal-resnet", "equal-lenet-steps-60", "equal-lenet-steps-300"), "mnist"),
     **dict.fromkeys(("equal-characters", "equal-masked"), "text"),
 }
-"""The published comparisons, each with the option that names its data; LAMB's appendix takes two minutes a run."""
+"""The published comparisons, each with the option that names its data. Not LAMB's appendix: a run takes two minutes."""
 
 NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}
 SHARE = 10

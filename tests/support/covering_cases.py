@@ -16,7 +16,6 @@ from tests.support.cases import Case
 COMPILED = {
     "decay_mode": "ratio",
     "adam": False,
-    "grad_centralization": False,
     "factor": "matrix",
 }
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
@@ -41,9 +40,10 @@ def traits(case: Case, *, of_kernels: bool = False) -> set[tuple[object, ...]]:
     }
     if of_kernels:
         has = {trait[:1] if trait[0] in OF_THE_PLAN else trait for trait in has}
-    compiled = {name: default for name, default in COMPILED.items() if not (of_kernels and name in OF_THE_PLAN)}
-    has |= {tuple(group.get(name, default) for name, default in compiled.items()) for group in groups}
-    has |= {("groups", min(len(groups), 2) if of_kernels else len(groups))}
+    centred = [None if of_kernels else group.get("grad_centralization", False) for group in groups]
+    combined = [tuple(group.get(name, default) for name, default in COMPILED.items()) for group in groups]
+    has |= {(*each, centring) for each, centring in zip(combined, centred, strict=True)}
+    has |= {("groups", len(groups))}
     state_dtype, weight_rounding = (case.options.get(name) for name in ("state_dtype", "weight_rounding"))
     for leaf in case.leaves:
         dtype = leaf.dtype or case.dtype

@@ -30,7 +30,8 @@ Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None, bool], 
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
 InitState = Callable[[ParamInfo, Tensor], tuple[State, list[str]]]
-"""A function that returns the state of a parameter, and the names of the tensors in it that kernels use."""
+"""A function of a ParamInfo and the dense tensor that kernels will use for its parameter. It returns the state, and the
+names of the tensors in it that kernels use."""
 
 EXCHANGED = {
     f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
@@ -57,8 +58,7 @@ def build(
         infos: The ParamInfos of the parameters, or of those in flat tensors.
         options: The options of each variant.
         options_version: The version of these options.
-        init_state: A function of a ParamInfo and the dense tensor that kernels will use for its parameter. It returns
-            the state, and the names of the tensors in it that kernels use.
+        init_state: The function that makes or checks the state of a parameter.
         backend: The requested backend, or "auto".
 
     Raises:
@@ -99,7 +99,7 @@ class PlanBuilder:
         """The buckets of tensors without memory of their own, each of which has one, and the labels of these."""
 
     def add(self, info: ParamInfo, index: int, grad: Tensor) -> None:
-        """Add a parameter, the optimizer's tensor of this index or a part of it, with this rank's gradient of that."""
+        """Add a parameter, the optimizer's tensor of this index or a part of it, with its gradient on this rank."""
         view, grad = info.here(local_view(info.param)), info.here(grad)
         turned = info.is_turned(view)
         dense = view if info.fits_kernels(view) else _dense_copy(view, info.label)

@@ -71,8 +71,9 @@ class Cell:
 
     @property
     def finals(self) -> dict[int, float]:
-        """The metric on test data by seed; infinite for a run that diverged."""
-        return {run["seed"]: _value(run, self.metric) for run in self.saved["final"]}
+        """The metric on test data by seed, of planned runs and of added ones; infinite for a run that diverged."""
+        runs = self.saved["final"] + self.saved.get("more", [])
+        return {run["seed"]: _value(run, self.metric) for run in runs}
 
     @property
     def trials(self) -> list[tuple[float, float]]:

@@ -34,6 +34,9 @@ TABLES = re.compile(
     re.DOTALL,
 )
 
+SECONDS = "equal-seconds"
+"""The file with the times of steps."""
+
 GOOD = {"accuracy": 0.01, "loss": 0.05}
 """A trial is good if it is so near to the best one of its optimizer at this batch size: a point, or 0.05 nats."""
 
@@ -176,11 +179,15 @@ def _command(saved: dict[str, Any]) -> list[str]:
 def _about(name: str) -> list[str]:
     saved = load(name)
     config = saved["config"]
+    added = "".join(
+        f"; {more['seeds']} more seeds for each, from commit {more['commit'][:7]}"
+        for more in saved.get("more_seeds", ())
+    )
     return [
         *_command(saved),
         f"{config['task'].rpartition(':')[2]} ({saved['data']['description']}), {config['epochs']:g} epochs, "
         f"{config['trials']} trials and {config['seeds']} seeds for each, as the command of commit "
-        f"{saved['commit'][:7]} did ([all runs](../benchmarks/results/{name}.json)).",
+        f"{saved['commit'][:7]} did{added} ([all runs](../benchmarks/results/{name}.json)).",
     ]
 
 

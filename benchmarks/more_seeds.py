@@ -9,7 +9,6 @@ All cells get them, whatever came of those before, and the file says which commi
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.files import write_json
 from bighorn.cli.tasks import load
 from bighorn.cli.trials import make
 from equal_tuning import RESULTS, Cell, cells_of
@@ -52,7 +52,7 @@ def main(study: str, count: int, data: str | None, processes: int) -> None:
             cell["more"] = cell.get("more", []) + [each.result() for each in runs]
             print(cell["name"], cell["config"]["batch_size"], len(cell["more"]), "more", flush=True)
     saved["more_seeds"] = [*saved.get("more_seeds", []), {"seeds": count, **about}]
-    (RESULTS / f"{study}.json").write_text(json.dumps(saved, indent=1) + "\n")
+    write_json(RESULTS / f"{study}.json", saved)
 
 
 def more(cell: Cell, count: int) -> tuple[int, ...]:

@@ -1,0 +1,64 @@
+"""Times the steps of the comparisons at equal tuning, on a machine with nothing beside.
+
+    python benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE
+
+At each batch size the optimizers take turns, one process with one thread, with the options that their trials chose: the
+first steps of a run, the first few of them left out, three times. The runs themselves had other programs beside.
+`python benchmarks/equal_tuning.py` then writes the column.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+from bighorn.cli.config import RunConfig
+from bighorn.cli.environment import provenance
+from bighorn.cli.files import write_json
+from bighorn.cli.run import DivergedError, Run
+from bighorn.cli.tasks import load
+from bighorn.tasks import Task
+from equal_tuning import RESULTS, SECONDS, cells_of
+from evidence import STUDIES
+
+ROUNDS, LEFT_OUT, STEPS = 3, 4, 28
+
+
+def step_seconds(config: RunConfig, task: Task) -> float:
+    """Return the median time of a step, the evaluations left out."""
+    times: list[float] = []
+    run = Run(config, task, evaluations=1)
+    try:
+        while len(times) < STEPS and not run.done:
+            started = time.perf_counter()
+            run.train_step()
+            times.append(time.perf_counter() - started)
+    except DivergedError:
+        pass
+    return statistics.median(times[LEFT_OUT:])
+
+
+def main(mnist: str, text: str) -> None:
+    """Time all cells, and write them."""
+    about = provenance("python benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE")
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for study, option in STUDIES.items():
+        data = {"mnist": mnist, "text": text, None: None}[option]
+        rows = cells_of(study)
+        task: Any = load(next(iter(rows.values()))[0].config(data).task, data)
+        seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for batch, row in rows.items():
+            for turn in range(ROUNDS):
+                for cell in row:
+                    seconds[cell.name][batch].append(step_seconds(replace(cell.config(data), seed=turn), task))
+            print(study, batch, {cell.name: seconds[cell.name][batch] for cell in row}, flush=True)
+        found[study] = seconds
+    write_json(RESULTS / f"{SECONDS}.json", {**about, "steps": found})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -148,8 +148,14 @@ def spread(cell: Cell) -> str:
     return f"{mean} ({low}-{high})"
 
 
-def figures(cell: Cell, row: list[Cell]) -> list[str]:
-    """Return a row of the table: results on test data, and what the trials say about tuning."""
+def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Return a row of the table: results on test data, what the trials say about tuning, bytes and seconds.
+
+    Args:
+        cell: The optimizer.
+        row: All of them at its batch size.
+        steps: The seconds of a step, by optimizer and batch size.
+    """
     good = [lr for (lr, _), fine in zip(cell.trials, cell.good, strict=True) if fine]
     return [
         cell.name,
@@ -160,7 +166,12 @@ def figures(cell: Cell, row: list[Cell]) -> list[str]:
         str(1 + cell.good.index(True)),
         str(cell.lost),
         f"{cell.saved['state_bytes'] / 1e3:.0f} kB",
+        _seconds(cell.saved["steps"] * min(steps[cell.name][str(cell.batch)])),
     ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:#.2g}"
 
 
 def _factor(value: float) -> str:
@@ -193,12 +204,14 @@ def _about(name: str) -> list[str]:
 
 def equal_table(name: str) -> str:
     """Return the tables of a comparison, one for each batch size, and its pictures if there are several."""
-    lines = _about(name)
+    lines, steps = _about(name), load(SECONDS)["steps"][name]
     for batch, row in cells_of(name).items():
         metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
         head = ["optimizer", f"test {metric} (min-max)", f"{unit} from {BASELINE}", "good trials", "their rates"]
         lines += ["", f"At batch {batch:,} ({row[0].saved['steps']:,} steps):", ""]
-        lines += _markdown([*head, "first good", "lost", "state"], [figures(cell, row) for cell in row])
+        lines += _markdown(
+            [*head, "first good", "lost", "state", "seconds"], [figures(cell, row, steps) for cell in row]
+        )
     cells = cells_of(name)
     if len(cells) == 1:
         return "\n".join(lines) + "\n"

@@ -142,10 +142,11 @@ def make(
     target: float | None = None,
     stepped: Callable[[], object] = lambda: None,
     pruner: Callable[[int, float], bool] | None = None,
+    evaluations: int | None = None,
 ) -> Trial:
     """Make one run in this process; ``stepped`` is called after each step, and ``pruner`` with each evaluation."""
-    evaluations = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
-    run = Run(config, task, evaluations=evaluations, split=split)
+    planned = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
+    run = Run(config, task, evaluations=evaluations or planned, split=split)
     sign = 1 if defaults(task).higher_is_better else -1
     steps_to_target, pruned = None, False
     try:

@@ -117,6 +117,14 @@ class Characters(Text):
         return GPT(self.classes, width=96, blocks=2, dropout=0.0)
 
 
+class LargerCharacters(Characters):
+    """A GPT of a million parameters, four blocks of width 144, on the same."""
+
+    def model(self) -> nn.Module:
+        """Build the GPT."""
+        return GPT(self.classes, width=144, blocks=4, dropout=0.0)
+
+
 class Encoder(nn.Module):
     """A transformer that sees both sides of a token: pre-norm layers, without dropout.
 

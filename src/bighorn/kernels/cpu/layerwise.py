@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu.library import STRUCTURES, address, layer_step, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
-from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.options import Options
 from bighorn.kernels.rounding import AUX_STATE
 
@@ -29,6 +29,13 @@ class LayerwiseStepper(Stepper[Options]):
 
     partial: Tensor
     """The sums of the chunks of a row that all threads share: two sets."""
+
+    @staticmethod
+    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+        """See `Stepper.unsupported_reason`; moments in blocks are served where an optimizer says so."""
+        if getattr(options, "blocks", False):
+            return unsupported(param) or f"the C library keeps no moment of {options.algorithm.upper()} in blocks"
+        return unsupported(param)
 
     @staticmethod
     def make_row(

@@ -50,12 +50,6 @@ static double factors_of(const LambOptions *o, const LayerRow *row, double grad_
 
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
-typedef struct {
-    LayerRows rows;
-    const LambLoops *loops, *loops_double, *blocks; /* for moments in floats, float64 weights, quantization blocks */
-    const LambOptions *options;
-} LambStep;
-
 /* Values that a thread computes once per row. */
 typedef struct {
     LayerCopies copies;
@@ -66,42 +60,41 @@ typedef struct {
 
 _Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
 
-static const LambOptions *options_of(const LambStep *s, int64_t row) { return &s->options[s->rows.rows[row].options]; }
+static const LambOptions *options_of(const LayerRows *s, const LayerRow *row) {
+    return (const LambOptions *)s->options + row->options;
+}
 
-static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals) {
-    const LambStep *s = step;
-    const LambOptions *o = options_of(s, row);
+static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
+    const LayerRow *r = &s->rows[row];
+    const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
-    const LayerRow *r = &s->rows.rows[row];
     const bool in_double = r->weights.type == FLOAT64;
-    l->loops = in_double ? s->loops_double : r->inner > 0 ? s->blocks : s->loops;
-    l->lr = factors_of(o, r, s->rows.grad_scale, &l->factors);
-    return plan_row(&s->rows, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt,
-                    false);
+    l->loops = in_double      ? lamb_loops_double_for(s->isa)
+               : r->inner > 0 ? lamb_blocks_for(s->isa)
+                              : lamb_loops_for(s->isa);
+    l->lr = factors_of(o, r, s->grad_scale, &l->factors);
+    return plan_row(s, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt, false);
 }
 
-static LayerSums first(const void *step, const LayerChunk *b, const void *locals, void *update) {
+static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {
     const LambLocals *l = locals;
-    return ((const LambStep *)step)->options[b->row->options].adapt
-               ? l->loops->moments(b, &l->factors, update)
-               : l->loops->moments_and_apply(b, &l->factors, l->lr);
+    return options_of(s, b->row)->adapt ? l->loops->moments(b, &l->factors, update)
+                                        : l->loops->moments_and_apply(b, &l->factors, l->lr);
 }
 
-static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
-    const LambStep *s = step;
+static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms) {
     LambLocals *l = locals;
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
-    const double ratio = trust_ratio(options_of(s, row), weight_norm, update_norm);
-    float *norms = s->rows.rows[row].metrics;
+    const double ratio = trust_ratio(options_of(s, &s->rows[row]), weight_norm, update_norm);
+    float *norms = s->rows[row].metrics;
     if (writes_norms) norms[0] = (float)weight_norm, norms[1] = (float)update_norm, norms[2] = (float)ratio;
     return ratio;
 }
 
-static void second(const void *step, const LayerChunk *b, const void *locals, double ratio, const void *update) {
+static void second(const LayerRows *s, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
-    (void)step;
+    (void)s;
     l->loops->apply(b, &l->factors, l->lr * ratio, update);
 }
 
-LAYER_STEP(bighorn_lamb_step, LambOptions, LambStep, second, lamb_loops_for(run->isa), lamb_loops_double_for(run->isa),
-           lamb_blocks_for(run->isa), options)
+LAYER_STEP(bighorn_lamb_step, LambOptions, second)

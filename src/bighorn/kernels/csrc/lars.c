@@ -9,12 +9,6 @@ TABLE_PER_ISA(LarsLoops, lars_loops)
 TABLE_PER_ISA(LarsLoops, lars_loops_double)
 
 typedef struct {
-    LayerRows rows;
-    const LarsLoops *loops, *loops_double; /* for weights of up to 32 bits, and float64 weights */
-    const LarsOptions *options;
-} LarsStep;
-
-typedef struct {
     LayerCopies copies;
     const LarsLoops *loops;
     LarsFactors factors;
@@ -22,35 +16,35 @@ typedef struct {
 
 _Static_assert(sizeof(LarsLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
 
-static const LarsOptions *options_of(const LarsStep *s, int64_t row) { return &s->options[s->rows.rows[row].options]; }
+static const LarsOptions *options_of(const LayerRows *s, const LayerRow *row) {
+    return (const LarsOptions *)s->options + row->options;
+}
 
-static LayerInfo prepare(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals) {
-    const LarsStep *s = step;
-    const LayerRow *r = &s->rows.rows[row];
-    const LarsOptions *o = options_of(s, row);
+static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
+    const LayerRow *r = &s->rows[row];
+    const LarsOptions *o = options_of(s, r);
     LarsLocals *l = locals;
-    l->loops = r->weights.type == FLOAT64 ? s->loops_double : s->loops;
+    l->loops = r->weights.type == FLOAT64 ? lars_loops_double_for(s->isa) : lars_loops_for(s->isa);
     l->factors = (LarsFactors){
-        .grad_scale = o->maximize ? -s->rows.grad_scale : s->rows.grad_scale,
+        .grad_scale = o->maximize ? -s->grad_scale : s->grad_scale,
         .weight_decay = o->weight_decay,
         .norm_decay = o->denominator == DENOMINATOR_JOINT ? o->weight_decay : 0,
         .momentum = o->momentum,
         .rng_key = rng_key_at(&r->weights, o->rounding_seed, (int64_t)*r->step + 1),
     };
     /* Nothing is stored between the loops, but the scratch is divided by the bytes of an element. */
-    return plan_row(&s->rows, row, scratch, bytes, &l->copies, 1, true, true);
+    return plan_row(s, row, scratch, bytes, &l->copies, 1, true, true);
 }
 
-static LayerSums first(const void *step, const LayerChunk *b, const void *locals, void *update) {
+static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {
     const LarsLocals *l = locals;
-    (void)step, (void)update;
+    (void)s, (void)update;
     return l->loops->norms(b, &l->factors);
 }
 
 /* Makes the same decisions as trust_ratio() in reference/lars.py, which is the specification. */
-static double ratio(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms) {
-    const LarsStep *s = step;
-    const LarsOptions *o = options_of(s, row);
+static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms) {
+    const LarsOptions *o = options_of(s, &s->rows[row]);
     LarsFactors *f = &((LarsLocals *)locals)->factors;
     const double weight_norm = sqrt(total.weight), norm = sqrt(total.update);
     const double update_norm = o->denominator == DENOMINATOR_SUM ? norm + o->weight_decay * weight_norm : norm;
@@ -61,16 +55,15 @@ static double ratio(const void *step, int64_t row, void *locals, LayerSums total
     const double after = o->lr_in_momentum ? 1 : o->lr;
     f->before = o->lr_in_momentum ? o->lr * q : q;
     f->after_u = o->nesterov ? after : 0, f->after_m = o->nesterov ? after * o->momentum : after;
-    float *metrics = s->rows.rows[row].metrics;
+    float *metrics = s->rows[row].metrics;
     if (writes_norms) metrics[0] = (float)weight_norm, metrics[1] = (float)update_norm, metrics[2] = (float)q;
     return q;
 }
 
-static void second(const void *step, const LayerChunk *b, const void *locals, double ratio, const void *update) {
+static void second(const LayerRows *s, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LarsLocals *l = locals;
-    (void)step, (void)ratio, (void)update; /* the ratio is in the factors */
+    (void)s, (void)ratio, (void)update; /* the ratio is in the factors */
     l->loops->apply(b, &l->factors);
 }
 
-LAYER_STEP(bighorn_lars_step, LarsOptions, LarsStep, second, lars_loops_for(run->isa), lars_loops_double_for(run->isa),
-           options)
+LAYER_STEP(bighorn_lars_step, LarsOptions, second)

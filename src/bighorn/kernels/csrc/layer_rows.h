@@ -11,14 +11,15 @@ TABLE_PER_ISA(StridedLoops, strided_loops)
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 18 };
 
-/* The arguments of a call: the first member of an optimizer's step. */
-typedef struct {
+struct LayerRows {
+    int isa;
     const StridedLoops *strided;
+    const void *options; /* the optimizer's, which a row has the index of */
     const LayerRow *rows;
     const Gradient *gradients;
     void *const *grads;
     double grad_scale;
-} LayerRows;
+};
 
 /* The first member of an optimizer's locals. If a gradient or weights are transposed, the loops use copies of a window
  * of them; the addresses of these copies are NULL otherwise. */
@@ -51,8 +52,7 @@ static inline int64_t layer_chunks(const LayerRow *row, int64_t size) {
 }
 
 /* The function `chunk` of a LayerwiseRule. */
-static inline LayerChunk layer_chunk(const void *step, int64_t row, int64_t chunk, const void *locals) {
-    const LayerRows *s = step;
+static inline LayerChunk layer_chunk(const LayerRows *s, int64_t row, int64_t chunk, const void *locals) {
     const LayerCopies *c = locals;
     const int64_t size = s->gradients[row].size, start = layer_start(&s->rows[row], size, chunk);
     return (LayerChunk){
@@ -102,8 +102,8 @@ static inline void copy_weights(const LayerRows *s, int64_t row, int64_t first, 
 }
 
 /* The functions `open_window` and `close_window` of a LayerwiseRule. */
-static inline void open_window(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second) {
-    const LayerRows *s = step;
+static inline void open_window(const LayerRows *s, int64_t row, int64_t first, int64_t last, void *locals,
+                               bool second) {
     const Gradient *g = &s->gradients[row];
     LayerCopies *c = locals;
     const int64_t start = layer_start(&s->rows[row], g->size, first), end = layer_start(&s->rows[row], g->size, last);
@@ -116,10 +116,10 @@ static inline void open_window(const void *step, int64_t row, int64_t first, int
     c->grad = c->grad_copy - start * dtype_bytes(g->type);
 }
 
-static inline void close_window(const void *step, int64_t row, int64_t first, int64_t last, const void *locals,
+static inline void close_window(const LayerRows *s, int64_t row, int64_t first, int64_t last, const void *locals,
                                 bool second) {
     const LayerCopies *c = locals;
-    if (c->weights_copy && (second || c->first_writes)) copy_weights(step, row, first, last, c, STRIDED_SCATTER);
+    if (c->weights_copy && (second || c->first_writes)) copy_weights(s, row, first, last, c, STRIDED_SCATTER);
 }
 
 /* Returns the properties of a row whose chunks the first loop finishes unless `needs_ratio`, and plans its copies. */
@@ -141,13 +141,13 @@ static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch,
 int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, const int64_t *order, int64_t count);
 
 /* Defines the function of an optimizer, which has the functions `prepare`, `first` and `ratio` of a LayerwiseRule, and
- * passes `second`. `Step` begins with LayerRows; the further arguments are its other members.
+ * passes `second`.
  *
  * The function makes one step of the `count` rows in `order`, the largest first, without counting it, or one phase of
  * it. If rows are shards, `sums`, one per row, are added up over all ranks between the two phases. `partial` has two
  * entries per chunk of the largest number of chunks in any row; the scratch may have any size. The function allocates
  * no memory, so it cannot fail. */
-#define LAYER_STEP(function, Options, Step, second, ...)                                                             \
+#define LAYER_STEP(function, Options, second)                                                                        \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
         static const LayerwiseRule rule = {prepare, open_window, close_window, layer_chunk, first, ratio, second};   \
         layerwise_step_row(rule, step, row, share);                                                                  \
@@ -160,9 +160,11 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
                          const Gradient *gradients, void *const *grads, const int64_t *order, int64_t count,         \
                          double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,     \
                          LayerSums *sums) {                                                                          \
-        const Step own = {{strided_loops_for(run->isa), rows, gradients, grads, grad_scale}, __VA_ARGS__};           \
+        const LayerRows own = {                                                                                      \
+            run->isa, strided_loops_for(run->isa), options, rows, gradients, grads, grad_scale,                      \
+        };                                                                                                           \
         LayerwiseStep step = {                                                                                       \
-            .step = &own,                                                                                            \
+            .rows = &own,                                                                                            \
             .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS}, \
             .phase = phase,                                                                                          \
             .sums = sums,                                                                                            \

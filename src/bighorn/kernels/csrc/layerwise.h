@@ -44,30 +44,33 @@ typedef struct {
     int64_t used_bytes; /* of the thread's scratch */
 } LayerInfo;
 
-/* The functions that an optimizer supplies. `step` is the optimizer's data; rows and chunks are indices. A chunk has at
- * most CHUNK_ELEMS elements, and chunks do not depend on the number of threads. */
+/* The arguments of a call, which layer_rows.h defines. */
+typedef struct LayerRows LayerRows;
+
+/* The functions that an optimizer supplies. Rows and chunks are indices. A chunk has at most CHUNK_ELEMS elements, and
+ * chunks do not depend on the number of threads. */
 typedef struct {
     /* Computes a row's locals, and returns the properties of the row that the schedule needs. The rule can use the
      * first of the thread's bytes of scratch. */
-    LayerInfo (*prepare)(const void *step, int64_t row, char *scratch, int64_t bytes, void *locals);
+    LayerInfo (*prepare)(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals);
     /* Called before and after a loop over chunks [first, last), which are a window of a row that needs them. */
-    void (*open_window)(const void *step, int64_t row, int64_t first, int64_t last, void *locals, bool second);
-    void (*close_window)(const void *step, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
+    void (*open_window)(const LayerRows *s, int64_t row, int64_t first, int64_t last, void *locals, bool second);
+    void (*close_window)(const LayerRows *s, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
     /* Returns a chunk. Its gradient and weights may be the copies of a window. */
-    LayerChunk (*chunk)(const void *step, int64_t row, int64_t chunk, const void *locals);
+    LayerChunk (*chunk)(const LayerRows *s, int64_t row, int64_t chunk, const void *locals);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
-    LayerSums (*first)(const void *step, const LayerChunk *chunk, const void *locals, void *update);
+    LayerSums (*first)(const LayerRows *s, const LayerChunk *chunk, const void *locals, void *update);
     /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
      * `writes_norms` is true in one thread, which writes the row's metrics. */
-    double (*ratio)(const void *step, int64_t row, void *locals, LayerSums total, bool writes_norms);
+    double (*ratio)(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms);
     /* The second loop, over one chunk, updates the weights; NULL if no row needs it. */
-    void (*second)(const void *step, const LayerChunk *chunk, const void *locals, double ratio, const void *update);
+    void (*second)(const LayerRows *s, const LayerChunk *chunk, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
 typedef struct {
-    const void *step; /* the first argument of the rule's functions */
+    const LayerRows *rows; /* the first argument of the rule's functions */
     RowQueue queue;
     int phase;       /* LayerwisePhase */
     LayerSums *sums; /* one per row, kept between two calls that run one phase each; else NULL */
@@ -104,14 +107,14 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
     const int64_t window = info.window ? info.window : slice->last - slice->first;
     for (int64_t from = slice->first; from < slice->last; from += window) {
         const int64_t to = slice->last - from < window ? slice->last : from + window;
-        if (info.window) rule.open_window(s->step, slice->row, from, to, locals, false);
+        if (info.window) rule.open_window(s->rows, slice->row, from, to, locals, false);
         for (int64_t b = from; b < to; b++) {
-            const LayerChunk chunk = rule.chunk(s->step, slice->row, b, locals);
-            const LayerSums sums = rule.first(s->step, &chunk, locals, layerwise_update(slice, b));
+            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b, locals);
+            const LayerSums sums = rule.first(s->rows, &chunk, locals, layerwise_update(slice, b));
             if (partial) partial[b] = sums;
             add_sums(&total, sums);
         }
-        if (info.window) rule.close_window(s->step, slice->row, from, to, locals, false);
+        if (info.window) rule.close_window(s->rows, slice->row, from, to, locals, false);
     }
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
@@ -127,12 +130,12 @@ FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, Laye
         int64_t group = slice->last - end < CACHED_CHUNKS ? REVERSED_CHUNKS : end - slice->first;
         if (info.window && info.window < group) group = info.window;
         start = end - group > slice->first ? end - group : slice->first;
-        if (info.window) rule.open_window(s->step, slice->row, start, end, locals, true);
+        if (info.window) rule.open_window(s->rows, slice->row, start, end, locals, true);
         for (int64_t b = start; b < end; b++) {
-            const LayerChunk chunk = rule.chunk(s->step, slice->row, b, locals);
-            rule.second(s->step, &chunk, locals, ratio, layerwise_update(slice, b));
+            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b, locals);
+            rule.second(s->rows, &chunk, locals, ratio, layerwise_update(slice, b));
         }
-        if (info.window) rule.close_window(s->step, slice->row, start, end, locals, true);
+        if (info.window) rule.close_window(s->rows, slice->row, start, end, locals, true);
     }
 }
 
@@ -142,7 +145,7 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
     const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
     char *scratch = s->scratch + share->thread * own_bytes;
-    const LayerInfo info = rule.prepare(s->step, row, scratch, own_bytes, locals);
+    const LayerInfo info = rule.prepare(s->rows, row, scratch, own_bytes, locals);
     const int64_t chunk_bytes = CHUNK_ELEMS * info.update_bytes;
     const int64_t room = s->phase == PHASE_BOTH ? (own_bytes - info.used_bytes) / chunk_bytes : 0;
     const bool leads = share->part == 0;
@@ -162,7 +165,7 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
         if (leads) s->sums[row] = total;
         return;
     }
-    const double ratio = rule.ratio(s->step, row, locals, total, leads);
+    const double ratio = rule.ratio(s->rows, row, locals, total, leads);
     if (rule.second && info.needs_ratio) layerwise_second_phase(rule, s, &slice, info, locals, ratio);
 }
 

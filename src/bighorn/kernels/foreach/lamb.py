@@ -16,7 +16,7 @@ from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
-from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes, store_pieces
+from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
@@ -92,16 +92,12 @@ class LambBatch(Batch[LambOptions]):
                 fused_update(u, g, m, v, peak, t[piece.rows], o, apply_mask)
             else:
                 advance(g, m, v, o)
-                if self.in_blocks:
-                    self._encode(piece, [m, v, peak], t, apply_mask, discard)
-                else:
-                    self._round(space, m, v)
-                    if peak:
-                        torch._foreach_maximum_(peak, v)
+                if peak:
+                    self._round(space, v)  # the peak is that of stored averages
+                    torch._foreach_maximum_(peak, v)
+            self._store_moments(space, piece, [m, v, peak], t, apply_mask, discard)
+            if not fused:
                 ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)
-            if not discard and not self.in_blocks:
-                for tensors, values in zip(piece.moments, (m, v, peak), strict=True):
-                    store_pieces(tensors, values, apply_mask)
             if o.cautious:
                 masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
                 torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import write
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
-from bighorn.kernels.foreach.pieces import Workspace, store_pieces
+from bighorn.kernels.foreach.pieces import Workspace
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference import lars as reference
 from bighorn.kernels.reference.lars import trust_ratio
@@ -40,7 +40,10 @@ class LarsBatch(Batch[LarsOptions]):
         factors = before.to(self.dtype).unbind()
         for piece, u in self._updates(space, scale, decayed=True, copy=True):
             torch._foreach_mul_(u, factors[piece.rows])
-            m = self._advance(space, piece, u, t, apply_mask)
+            (m,) = self._moments(space, piece, copy=apply_mask is not None)
+            torch._foreach_mul_(m, o.momentum)
+            torch._foreach_add_(m, u)  # LARS-m
+            self._store_moments(space, piece, [m], t, apply_mask)
             if o.nesterov:
                 torch._foreach_add_(u, m, alpha=o.momentum)
             x = space.load(X, self._weights(piece), self.dtype, copy=apply_mask is not None)
@@ -59,21 +62,6 @@ class LarsBatch(Batch[LarsOptions]):
             if decay != 0:
                 torch._foreach_add_(u, self._weights(piece), alpha=decay)  # LARS-u
             yield piece, u
-
-    def _advance(
-        self, space: Workspace, piece: Piece, u: list[Tensor], t: Tensor, apply_mask: Tensor | None
-    ) -> list[Tensor]:
-        """Advance the momentum of a piece, and return it as it is (or would be) stored."""
-        o = self.bucket.options
-        (m,) = self._moments(space, piece, copy=apply_mask is not None)
-        torch._foreach_mul_(m, o.momentum)
-        torch._foreach_add_(m, u)  # LARS-m
-        if self.in_blocks:
-            self._encode(piece, [m], t, apply_mask)
-        else:
-            self._round(space, m)
-            store_pieces(piece.moments[0], m, apply_mask)
-        return m
 
 
 class Lars(LayerwiseStepper[LarsOptions], reference.Lars):

@@ -211,10 +211,26 @@ class Batch(Generic[Options]):
         slots = zip(MOMENTS, piece.moments, strict=False)
         return [space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots]
 
-    def _encode(
-        self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool = False
+    def _store_moments(
+        self,
+        space: Workspace,
+        piece: Piece,
+        moments: list[list[Tensor]],
+        t: Tensor,
+        apply_mask: Tensor | None,
+        discard: bool = False,
     ) -> None:
-        """Store moments in blocks unless `discard` is set; round them to the values that are (or would be) stored."""
+        """Store moments unless `discard` is set, and round them to the values that are (or would be) stored."""
+        if self.in_blocks:
+            self._encode(piece, moments, t, apply_mask, discard)
+            return
+        self._round(space, *moments)
+        for tensors, values in zip(piece.moments, moments, strict=True) if not discard else ():
+            store_pieces(tensors, values, apply_mask)
+
+    def _encode(
+        self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool
+    ) -> None:
         for concat in piece.concats:
             state = {name: tensors[0] for name, tensors in concat.state.items()}
             shape = (sum(map(len, concat.state["exp_avg"])), concat.x[0].numel() // len(state["exp_avg"]))
@@ -231,7 +247,7 @@ class Batch(Generic[Options]):
 
     def _round(self, space: Workspace, *moments: list[Tensor]) -> None:
         """Round moments to the dtype that they are stored in."""
-        for moment in moments if self.stored != self.dtype else ():
+        for moment in filter(None, moments) if self.stored != self.dtype else ():
             torch._foreach_copy_(moment, space.copies(WIDE, moment, self.stored))
 
     def _positions(self, piece: Piece, concat: Concat, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Times the steps of the comparisons at equal tuning, on a machine with nothing beside.
 
-    python benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE
+    python benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE [STUDY ...]
 
 At each batch size the optimizers take turns, one process with one thread, with the options that their trials chose: the
 first steps of a run, the first few of them left out, three times. The runs themselves had other programs beside.
@@ -23,6 +23,7 @@ from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import load
 from bighorn.tasks import Task
 from equal_tuning import RESULTS, SECONDS, cells_of
+from equal_tuning import load as load_file
 from evidence import STUDIES
 
 ROUNDS, LEFT_OUT, STEPS = 3, 4, 28
@@ -42,12 +43,12 @@ def step_seconds(config: RunConfig, task: Task) -> float:
     return statistics.median(times[LEFT_OUT:])
 
 
-def main(mnist: str, text: str) -> None:
-    """Time all cells, and write them."""
-    about = provenance("python benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE")
-    found: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for study, option in STUDIES.items():
-        data = {"mnist": mnist, "text": text, None: None}[option]
+def main(mnist: str, text: str, *studies: str) -> None:
+    """Time all cells of some comparisons, or of all, and write them."""
+    about = provenance(f"python benchmarks/equal_seconds.py {' '.join(['MNIST_DIR', 'TEXT_FILE', *studies])}")
+    found = load_file(SECONDS) if studies else {}
+    for study in studies or STUDIES:
+        data = {"mnist": mnist, "text": text, None: None}[STUDIES[study]]
         rows = cells_of(study)
         task: Any = load(next(iter(rows.values()))[0].config(data).task, data)
         seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -56,8 +57,8 @@ def main(mnist: str, text: str) -> None:
                 for cell in row:
                     seconds[cell.name][batch].append(step_seconds(replace(cell.config(data), seed=turn), task))
             print(study, batch, {cell.name: seconds[cell.name][batch] for cell in row}, flush=True)
-        found[study] = seconds
-    write_json(RESULTS / f"{SECONDS}.json", {**about, "steps": found})
+        found[study] = {**about, "steps": seconds}
+    write_json(RESULTS / f"{SECONDS}.json", found)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ SECONDS = "equal-seconds"
 GOOD = {"accuracy": 0.01, "loss": 0.05}
 """A trial is good if it is so near to the best one of its optimizer at this batch size: a point, or 0.05 nats."""
 
-CLASSES = {"equal-digits": 10, "equal-lenet": 10, "equal-characters": 66, "equal-masked": 67}
+CLASSES = {"equal-digits": 10, "equal-lenet": 10, "equal-characters": 66, "equal-gpt": 66, "equal-masked": 67}
 LOST = 0.99
 """A trial is lost if it diverged, or has at least this share of the loss of a uniform guess among the classes."""
 
@@ -204,7 +204,7 @@ def _about(name: str) -> list[str]:
 
 def equal_table(name: str) -> str:
     """Return the tables of a comparison, one for each batch size, and its pictures if there are several."""
-    lines, steps = _about(name), load(SECONDS)["steps"][name]
+    lines, steps = _about(name), load(SECONDS)[name]["steps"]
     for batch, row in cells_of(name).items():
         metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
         head = ["optimizer", f"test {metric} (min-max)", f"{unit} from {BASELINE}", "good trials", "their rates"]

@@ -31,7 +31,7 @@ from equal_tuning import Cell, cells_of
 from equal_tuning import load as load_file
 
 STUDIES = {
-    **dict.fromkeys(("equal-masked", "equal-characters"), "text"),
+    **dict.fromkeys(("equal-masked", "equal-gpt", "equal-characters"), "text"),
     **dict.fromkeys(("equal-resnet", "equal-lenet", "equal-lenet-steps-300", "equal-lenet-steps-60"), "mnist"),
     "equal-digits": None,
 }

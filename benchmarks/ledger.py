@@ -5,6 +5,7 @@
     python benchmarks/ledger.py --names ROW ...    # print what is counted, by name
 
 A check fails if a count is more than 1% above the file's, or above it at all if it is a whole number below 100.
+Misses of a cache may be 0.002 an element above it as well.
 """
 
 from __future__ import annotations
@@ -77,9 +78,14 @@ def _in_a_process(rows: list[str]) -> dict[str, Counts]:
     return counts
 
 
+MISSES = 0.002
+"""Cache misses of an element that may come and go: the lines of the code itself, which move when other code changes."""
+
+
 def worse(before: Counts, after: Counts) -> list[str]:
     """Return the names of counts that are worse than before; those that are not in it were 0."""
     limits = {name: n if isinstance(n, int) and n < 100 else 1.01 * n for name, n in before.items()}
+    limits |= {name: max(limits[name], n + MISSES) for name, n in before.items() if name.endswith("_misses")}
     return [name for name, value in after.items() if value > limits.get(name, 0)]
 
 

@@ -224,9 +224,11 @@ class Batch(Generic[Options]):
         if self.in_blocks:
             self._encode(piece, moments, t, apply_mask, discard)
             return
-        self._round(space, *moments)
-        for tensors, values in zip(piece.moments, moments, strict=True) if not discard else ():
-            store_pieces(tensors, values, apply_mask)
+        for tensors, values in zip(piece.moments, moments, strict=True):
+            if values is not tensors:
+                self._round(space, values)
+                if not discard:
+                    store_pieces(tensors, values, apply_mask)
 
     def _encode(
         self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool
@@ -245,10 +247,10 @@ class Batch(Generic[Options]):
                 for key, value in new.items() if not discard else ():
                     store_pieces(concat.state[key], split_like(value, concat.state[key]), apply_mask)
 
-    def _round(self, space: Workspace, *moments: list[Tensor]) -> None:
-        """Round moments to the dtype that they are stored in."""
-        for moment in filter(None, moments) if self.stored != self.dtype else ():
-            torch._foreach_copy_(moment, space.copies(WIDE, moment, self.stored))
+    def _round(self, space: Workspace, values: list[Tensor]) -> None:
+        """Round the values of a moment to the dtype that it is stored in."""
+        if values and self.stored != self.dtype:
+            torch._foreach_copy_(values, space.copies(WIDE, values, self.stored))
 
     def _positions(self, piece: Piece, concat: Concat, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
         """Return the arguments of `random_bits` for the elements of a concat, at the steps `t` of the batch's rows."""

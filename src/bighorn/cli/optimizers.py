@@ -3,14 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
-from bighorn import Came, Lamb, Lars, shard_update
-from bighorn.cli.errors import InputError
+from bighorn import Came, Lamb, Lars
 from bighorn.kernels.rounding import ROUNDING_MODES
 
 KINDS = (Lamb, Came, Lars)
@@ -181,45 +178,6 @@ bf16, and are named after their rounding mode.
 """
 
 CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS
-
-
-def build_optimizer(
-    name: str,
-    model: nn.Module,
-    lr: float,
-    weight_decay: float,
-    backend: str | None = None,
-    state_dtype: str | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    max_grad_norm: float | None = None,
-    sharded: bool = False,
-    excluded: Callable[[str, nn.Parameter], bool] | None = None,
-) -> torch.optim.Optimizer:
-    """Build the optimizer ``name`` over named parameters.
-
-    The parameters that are ``excluded`` have no weight decay and no trust ratio: by default vectors (biases and norms),
-    as in the BERT runs of LAMB's authors.
-    ``max_grad_norm`` is for Bighorn's optimizers; ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
-    """
-    named = list(model.named_parameters())
-    out = {label for label, parameter in named if (excluded(label, parameter) if excluded else parameter.ndim <= 1)}
-    groups: list[dict[str, Any]] = [
-        {"params": [pair for pair in named if pair[0] not in out], "weight_decay": weight_decay},
-        {"params": [pair for pair in named if pair[0] in out], "weight_decay": 0.0},
-    ]
-    if name in ("lamb", "lars"):
-        groups[1]["adapt"] = False
-    recipe = OPTIMIZERS[name]
-    ours: dict[str, Any] = {}
-    if recipe.state_dtypes:
-        ours = {"backend": backend or "auto", "state_dtype": STATE_DTYPES.get(state_dtype or "")}
-        ours |= {"max_grad_norm": max_grad_norm}
-    groups = [group for group in groups if group["params"]]
-    try:
-        optimizer = recipe.build(groups, lr=lr, **ours, **options)
-        return shard_update(optimizer) if sharded else optimizer
-    except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that does not work on this machine
-        raise InputError(f"--optimizer {name}: {error}") from error
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

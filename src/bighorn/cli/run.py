@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from bighorn.cli.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
@@ -74,10 +73,7 @@ class Run:
         self.warmup = warmup_steps(config.warmup, self.total)
         options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
         self.model = task.model().to(self.device, PRECISIONS.get(config.precision, torch.float32))
-        forward = DistributedDataParallel(self.model, gradient_as_bucket_view=True) if ranks.size > 1 else self.model
-        self._train_step = TrainStep(
-            task, self.model, forward, config, parallel, ranks, self.peak_lr, options, loss_scale
-        )
+        self._train_step = TrainStep(task, self.model, config, parallel, ranks, self.peak_lr, options, loss_scale)
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload
+from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, shard_update
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS, build_optimizer
+from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
 from bighorn.cli.ranks import Ranks
 from bighorn.cli.tasks.user import shown
 from bighorn.tasks import Task, map_tensors, tensors_in, to_device
@@ -29,7 +29,6 @@ class TrainStep:
     Args:
         task: The task.
         model: The model without wrappers.
-        forward: The module to call for outputs: the model, or its wrapper.
         config: A resolved configuration.
         parallel: How processes divide the work.
         ranks: The processes.
@@ -48,7 +47,6 @@ class TrainStep:
         self,
         task: Task,
         model: nn.Module,
-        forward: nn.Module,
         config: RunConfig,
         parallel: ParallelConfig,
         ranks: Ranks,
@@ -56,22 +54,10 @@ class TrainStep:
         options: Mapping[str, Any],
         loss_scale: FixedScale | WindowScale | None,
     ) -> None:
-        assert config.weight_decay is not None
         sharded = parallel.shard_update and ranks.size > 1
-        build = partial(
-            build_optimizer,
-            config.optimizer,
-            model,
-            lr,
-            config.weight_decay,
-            config.backend,
-            config.state_dtype,
-            options,
-            config.max_grad_norm,
-            sharded,
-            excluded=getattr(task, "excluded", None),
-        )
-        whole: Any = ranks.together(build)
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks.size > 1 else model
+        excluded = getattr(task, "excluded", None)
+        whole: Any = ranks.together(lambda: build_optimizer(config, model, lr, options, sharded, excluded))
         self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
         # Bighorn's optimizers clip gradients themselves.
         self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
@@ -199,6 +185,40 @@ class TrainStep:
             for groups in (self._sharded.param_groups, self.optimizer.param_groups):
                 for group, own in zip(groups, names, strict=True):
                     group["param_names"] = own
+
+
+def build_optimizer(
+    config: RunConfig,
+    model: nn.Module,
+    lr: float,
+    options: Mapping[str, Any],
+    sharded: bool,
+    excluded: Callable[[str, nn.Parameter], bool] | None,
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a resolved run over named parameters.
+
+    The parameters that are ``excluded`` have no weight decay and no trust ratio: by default vectors (biases and norms),
+    as in the BERT runs of LAMB's authors. ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
+    """
+    named = list(model.named_parameters())
+    out = {label for label, parameter in named if (excluded(label, parameter) if excluded else parameter.ndim <= 1)}
+    groups: list[dict[str, Any]] = [
+        {"params": [pair for pair in named if pair[0] not in out], "weight_decay": config.weight_decay},
+        {"params": [pair for pair in named if pair[0] in out], "weight_decay": 0.0},
+    ]
+    if config.optimizer in ("lamb", "lars"):
+        groups[1]["adapt"] = False
+    recipe = OPTIMIZERS[config.optimizer]
+    ours: dict[str, Any] = {}
+    if recipe.state_dtypes:
+        ours = {"backend": config.backend or "auto", "state_dtype": STATE_DTYPES.get(config.state_dtype or "")}
+        ours |= {"max_grad_norm": config.max_grad_norm}
+    groups = [group for group in groups if group["params"]]
+    try:
+        optimizer = recipe.build(groups, lr=lr, **ours, **options)
+        return shard_update(optimizer) if sharded else optimizer
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that does not work on this machine
+        raise InputError(f"--optimizer {config.optimizer}: {error}") from error
 
 
 def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -239,8 +239,4 @@ def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any
         )
     own = map_tensors(lambda tensor: tensor[rank::processes], batch)
     for start in range(0, count // processes, each := count // (processes * parts)):
-        yield map_tensors(partial(_slice, start, start + each), own)
-
-
-def _slice(start: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor[start:end]
+        yield map_tensors(itemgetter(slice(start, start + each)), own)

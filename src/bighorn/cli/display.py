@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -76,9 +75,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -256,9 +256,7 @@ class Interrupt:
         self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.requested and self._echo:
             return  # torchrun can still pass the Ctrl-C on while the run is saved
         for number, handler in self._previous.items():

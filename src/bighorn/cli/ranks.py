@@ -148,19 +148,15 @@ class Ranks:
                     "every machine the same."
                 )
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Sum a float tensor over the processes, in place."""
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
-
     def mean(self, values: Tensor) -> Tensor:
         """Average a float tensor over the processes, in place."""
-        return self.sum(values).div_(self.size)
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values.div_(self.size)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
-        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
+        return bool(self.mean(torch.tensor(float(flag))))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in every process."""

@@ -154,9 +154,9 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
-    slower = missing_library(run)
-    if slower:
-        console.print(slower)
+    cpu = status()["cpu"]
+    if config.device == "cpu" and OPTIMIZERS[config.optimizer].state_dtypes and not cpu.available:
+        console.print(f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}")
     if run.ranks.size > 1:
         share = run.batch_size // run.ranks.size
         machines = f" on {run.ranks.machines} machines" if run.ranks.machines > 1 else ""
@@ -166,14 +166,6 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         console.print(f"resumed after step {run.step}{left}")
     for warning in warnings:
         console.print(f"Warning: {warning}", style="yellow")
-
-
-def missing_library(run: Run) -> str:
-    """A line about kernels that run without the C library, which is slower; empty if they do not."""
-    config, cpu = run.config, status()["cpu"]
-    if config.device != "cpu" or not OPTIMIZERS[config.optimizer].state_dtypes or cpu.available:
-        return ""
-    return f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}"
 
 
 def counting(console: Console) -> Progress:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bighorn.cli.footprint import FOOTPRINTS, Weights, predicted, total_of
-from bighorn.cli.peer_state import Named
+from bighorn.cli.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
 from bighorn.cli.shapes import SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory-results.md"

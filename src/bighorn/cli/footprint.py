@@ -3,15 +3,19 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from bighorn import Came, Lamb, Lars
-from bighorn.cli import peer_state
 from bighorn.cli.optimizers import KINDS
-from bighorn.cli.peer_state import Named
+from bighorn.cli.peer_state import OF_OTHERS, OF_TORCH
+
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters with their names, possibly on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,12 @@ class Weights:
 BUCKET_BYTES = 10_000_000
 """The default of the argument ``bucket_mb`` of ``bighorn.offload``."""
 
+
+def of_each(size: Callable[[Tensor], int], params: Named) -> dict[str, int]:
+    """Return the bytes of state of each parameter, by its name."""
+    return {name: size(param) for name, param in params}
+
+
 FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
     "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
@@ -63,8 +73,7 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "lamb-int4": partial(Lamb.state_bytes, state_dtype="int4"),
     "lars": Lars.state_bytes,
     "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
-    **peer_state.OF_TORCH,
-    **peer_state.OF_OTHERS,
+    **{name: partial(of_each, size) for name, size in {**OF_TORCH, **OF_OTHERS}.items()},
 }
 """The functions by the names of ``bighorn train`` and ``bighorn compare``, and by those of other packages."""
 
@@ -84,7 +93,7 @@ OURS = {
 }
 """The options of Bighorn's optimizers."""
 
-RELEASING = frozenset((*OURS, *peer_state.RELEASING))
+RELEASING = frozenset((*OURS, "flashoptim"))
 """The optimizers that can step inside backward, when a gradient is complete."""
 
 
@@ -131,7 +140,7 @@ def offload_bytes(name: str, weights: Weights, state: int, of_masters: int) -> d
         The bytes of ``device``, ``host`` and ``host_with_masters``, that is with ``masters=True``; the last is None if
         no weights are of 16 bits. All are None for an optimizer of another package, which is not offloaded here.
     """
-    if name in peer_state.OF_OTHERS:
+    if name in OF_OTHERS:
         return dict.fromkeys(("device", "host", "host_with_masters"))
     total = weights.gradients
     # A bucket is sent with the gradient that fills it.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bighorn import Came, Lamb, Lars
-from bighorn.cli.optimizers import KINDS
+from bighorn.cli.optimizers import KINDS, NARROW, STATE_DTYPES
 from bighorn.cli.peer_state import OF_OTHERS, OF_TORCH
 
 Named = Sequence[tuple[str, Tensor]]
@@ -62,15 +62,9 @@ def of_each(size: Callable[[Tensor], int], params: Named) -> dict[str, int]:
 
 FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
-    "came-bf16": partial(Came.state_bytes, state_dtype="bfloat16"),
-    "came-fp16": partial(Came.state_bytes, state_dtype="float16"),
-    "came-int8": partial(Came.state_bytes, state_dtype="int8"),
-    "came-int4": partial(Came.state_bytes, state_dtype="int4"),
+    **{f"came-{short}": partial(Came.state_bytes, state_dtype=STATE_DTYPES[short]) for short in NARROW},
     "lamb": Lamb.state_bytes,
-    "lamb-bf16": partial(Lamb.state_bytes, state_dtype="bfloat16"),
-    "lamb-fp16": partial(Lamb.state_bytes, state_dtype="float16"),
-    "lamb-int8": partial(Lamb.state_bytes, state_dtype="int8"),
-    "lamb-int4": partial(Lamb.state_bytes, state_dtype="int4"),
+    **{f"lamb-{short}": partial(Lamb.state_bytes, state_dtype=STATE_DTYPES[short]) for short in NARROW},
     "lars": Lars.state_bytes,
     "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
     **{name: partial(of_each, size) for name, size in {**OF_TORCH, **OF_OTHERS}.items()},

@@ -15,6 +15,8 @@ KINDS = (Lamb, Came, Lars)
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "int4": "int4"}
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
+NARROW = [name for name in STATE_DTYPES if name != "fp32"]
+"""Those of fewer bits than float32."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ SMALL = {"state_dtype": "int8", "precision": "bf16"}
 """The options of what needs the least memory, which ``STOCHASTIC`` completes."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"came-{dtype}": {"optimizer": "came", "state_dtype": dtype} for dtype in ("bf16", "fp16", "int8", "int4")},
+    **{f"came-{dtype}": {"optimizer": "came", "state_dtype": dtype} for dtype in NARROW},
     "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
     "came-corrected-int8": {"optimizer": "came", "state_dtype": "int8", "optimizer_option": ("bias_correction=True",)},
     "came-small": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC,)},
@@ -165,7 +167,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
     "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},
     "lamb-free": {"optimizer": "lamb", "optimizer_option": ("exclude_from_layer_adaptation=['weight_hh']",)},
-    **{f"lamb-{dtype}": {"optimizer": "lamb", "state_dtype": dtype} for dtype in ("bf16", "fp16", "int8", "int4")},
+    **{f"lamb-{dtype}": {"optimizer": "lamb", "state_dtype": dtype} for dtype in NARROW},
     **{
         f"lamb-{way}": {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)}
         for way in ROUNDING_MODES

@@ -32,6 +32,7 @@ def compare_report(
         panels = [(f"batch size {sizes[0]:,}", [(cell.optimizer, cell) for cell in cells])]
     curves = [(title, [(name, *_by_epoch(cell)) for name, cell in mine]) for title, mine in panels]
     rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in mine]) for title, mine in panels]
+    error = "test error" if is_share(metric) else metric
     seeds, epochs = len(cells[0].trials), cells[0].trials[0].config.epochs
     length = "its steps" if epochs is None else f"{epochs:g} epochs"
     shown = {
@@ -61,13 +62,13 @@ def compare_report(
             ),
             Section(
                 "Convergence",
-                f"The {'test error' if is_share(metric) else metric} on the way: mean of the seeds.",
-                partial(plots.convergence, curves, metric, lines),
+                f"The {error} on the way: mean of the seeds.",
+                partial(plots.lines_in_panels, curves, "epoch", error, lines, metric),
             ),
             Section(
                 "Learning rates",
                 f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
-                partial(plots.tuning, rates, metric, lines),
+                partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
             ),
         ],
         [command],

@@ -225,18 +225,9 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 """Per panel: a name, and lines with a name, x values and accuracies or errors."""
 
 
-def tuning(panels: Panels, metric: str, lines: str, width: float = WIDTH) -> str:
-    """Draw the held-out metric over the learning rates tried; ``lines`` says what the names of lines are."""
-    return _panels(panels, "learning rate", f"held-out {metric}", lines, metric, width)
-
-
-def convergence(panels: Panels, metric: str, lines: str, width: float = WIDTH) -> str:
-    """Draw the test error, or another metric, on the way; ``lines`` says what the names of lines are."""
-    return _panels(panels, "epoch", "test error" if is_share(metric) else metric, lines, metric, width)
-
-
 @mpl.rc_context(STYLE)
-def _panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float) -> str:
+def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float = WIDTH) -> str:
+    """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` says what the lines are."""
     rows, columns = (1, len(panels)) if width == WIDTH else (len(panels), 1)
     figure = Figure(figsize=(width, max(3.2, 2.5 * rows)))
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat

@@ -23,7 +23,7 @@ from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
 from bighorn import Came, Lamb
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import MORE_SETS
+from bighorn.cli.measure import PARAM_SETS
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported, ours
 from cliffs import CLIFFS
@@ -153,7 +153,7 @@ OWN_TABLES = {
 def main() -> None:
     PEERS.update(OWN_PEERS)
     TABLES.update(OWN_TABLES)
-    MORE_SETS.update(CLIFFS)
+    PARAM_SETS.update(CLIFFS)
     COLUMNS.update(traffic.COLUMNS, compile=compile_seconds)
     from bighorn.cli.bench import INSTRUMENTS, bench  # the choices of its options are the tables that are known by now
 

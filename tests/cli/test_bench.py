@@ -21,13 +21,16 @@ from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.tables import for_every
 
 CPU = torch.device("cpu")
-SMALL = {"small": lambda: [(16, 8), (8,), (1, 3, 2)], "vector": lambda: [(70,)]}
+SMALL = {
+    "small": measure.ParamSet(lambda: [(16, 8), (8,), (1, 3, 2)]),
+    "vector": measure.ParamSet(lambda: [(70,)]),
+}
 
 
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, shapes in SMALL.items():
-        monkeypatch.setitem(SHAPES, name, shapes)
+    for name, param_set in SMALL.items():
+        monkeypatch.setitem(measure.PARAM_SETS, name, param_set)
 
 
 def absent() -> peers.Build:

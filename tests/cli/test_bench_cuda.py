@@ -17,7 +17,6 @@ import traffic
 from bighorn import Came, Lamb
 from bighorn.cli import bench, cuda, measure, peers
 from bighorn.cli.measure import Change
-from bighorn.cli.shapes import SHAPES
 from tests.support.command_line import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
@@ -213,7 +212,8 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H900")
-    monkeypatch.setitem(SHAPES, "small", lambda: [(16, 8), (8,), (1, 3, 2)])
+    small = measure.ParamSet(lambda: [(16, 8), (8,), (1, 3, 2)])
+    monkeypatch.setitem(measure.PARAM_SETS, "small", small)
     return device
 
 

@@ -23,9 +23,9 @@ from cliffs import CLIFFS, WRONG_BASELINE
 SCRIPT = """
 import functools, torch
 torch.compile = functools.partial(torch.compile, backend="eager")  # or the C++ compiler takes a quarter of a minute
-from bighorn.cli.shapes import SHAPES
+from bighorn.cli.measure import PARAM_SETS, ParamSet
 from cliffs import CLIFFS, WRONG_BASELINE
-SHAPES["small"] = lambda: [(16, 8), (8,), (1, 3, 2)]
+PARAM_SETS["small"] = ParamSet(lambda: [(16, 8), (8,), (1, 3, 2)])
 import bench_tables, cliffs, dataclasses
 for name, each in cliffs.CLIFFS.items():
     cliffs.CLIFFS[name] = dataclasses.replace(each, shapes=lambda: [(6, 4)] * 3)

@@ -19,21 +19,10 @@ from bighorn.cli.config import PRECISIONS
 from bighorn.cli.display import counting, quantity, terminal
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
-from bighorn.cli.measure import (
-    MORE_SETS,
-    Change,
-    ParamSet,
-    draw,
-    error,
-    param_set_of,
-    prepared,
-    step_times,
-    temporaries,
-)
+from bighorn.cli.measure import PARAM_SETS, Change, ParamSet, draw, error, prepared, step_times, temporaries
 from bighorn.cli.optimizers import KINDS
 from bighorn.cli.options import FILE, POSITIVE, THREADS, Command, Options, command_line, config_options, option
 from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
-from bighorn.cli.shapes import SHAPES
 from bighorn.cli.values import device_of, names
 
 WIDTH_OF_FILES = 160
@@ -77,7 +66,7 @@ class BenchConfig(Options):
     )
     shapes: str | None = option(
         None,
-        f"Parameter sets, of {', '.join((*SHAPES, *MORE_SETS))}; a set takes about 40 bytes per parameter.",
+        f"Parameter sets, of {', '.join(PARAM_SETS)}; a set takes about 40 bytes per parameter.",
         shown="; ".join(f"{name} {','.join(table.shapes)}" for name, table in TABLES.items()),
     )
     optimizers: str | None = option(
@@ -124,8 +113,8 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     """
     config = BenchConfig(**options)
     layout, instrument = config.layout, INSTRUMENTS[config.device]
-    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, (*SHAPES, *MORE_SETS))
-    refused = [name for name in sets if config.device == "cuda" and not param_set_of(name).on_cuda]
+    sets = layout.shapes if config.shapes is None else names("--shapes", config.shapes, PARAM_SETS)
+    refused = [name for name in sets if config.device == "cuda" and not PARAM_SETS[name].on_cuda]
     if refused:
         raise InputError(
             f"--shapes {refused[0]}: torch's fused AdamW, the first row, refuses gradients or state with other strides "
@@ -156,7 +145,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
-        result = {"shapes": name, **_measure(param_set_of(name), builds, config, console)}
+        result = {"shapes": name, **_measure(PARAM_SETS[name], builds, config, console)}
         content["results"].append(result)
         if json_file is not None:  # written after each set, since an error of a peer on the device can end the run
             files.write_json(json_file, content)

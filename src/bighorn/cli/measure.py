@@ -67,13 +67,8 @@ class ParamSet:
     on_cuda: bool = True
 
 
-MORE_SETS: dict[str, ParamSet] = {}
-"""Sets of parameters beside :data:`bighorn.cli.shapes.SHAPES`, for programs that add some to ``bighorn bench``."""
-
-
-def param_set_of(name: str) -> ParamSet:
-    """Return the set of this name."""
-    return MORE_SETS[name] if name in MORE_SETS else ParamSet(SHAPES[name])
+PARAM_SETS = {name: ParamSet(shapes) for name, shapes in SHAPES.items()}
+"""The sets of parameters by name, to which programs may add some for ``bighorn bench``."""
 
 
 def draw(shapes: Sequence[Shape], scale: float, dtype: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:

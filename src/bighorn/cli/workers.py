@@ -40,15 +40,13 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
         before = len(search.finished())
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
-            futures = [pool.submit(worker, search.plan, os.getpid(), number) for number in range(processes)]
+            working = {pool.submit(worker, search.plan, os.getpid(), number) for number in range(processes)}
             try:
-                while wait(futures, timeout=LOOK, return_when=FIRST_EXCEPTION).not_done:
+                while working:
+                    done, working = wait(working, timeout=LOOK, return_when=FIRST_EXCEPTION)
                     look()
-                    for future in futures:
-                        if future.done():
-                            future.result()
-                for future in futures:
-                    future.result()
+                    for future in done:
+                        future.result()
             except BrokenProcessPool:
                 pass
             except BaseException:  # also Ctrl-C: the running processes are not waited for

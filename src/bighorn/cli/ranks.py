@@ -32,10 +32,6 @@ FAREWELL = 46_368
 """The tag of a message that is never sent."""
 
 
-class ProcessLostError(InputError):
-    """Another process of the run has stopped."""
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The rank of this process, and collectives that a single process skips."""
@@ -51,7 +47,7 @@ class Ranks:
         All processes raise the same InputError (see :meth:`together`), and only the first prints it.
 
         Raises:
-            ProcessLostError: A collective failed because a process has ended; raised instead of gloo's error.
+            InputError: A collective failed because a process has ended; raised instead of gloo's error.
         """
         if world_size() == 1:
             yield cls()
@@ -74,7 +70,7 @@ class Ranks:
         except RuntimeError as error:
             if "gloo/" not in str(error):
                 raise
-            raise ProcessLostError(
+            raise InputError(
                 f"process {ranks.rank} of {ranks.size} stops, since another one has stopped; the output of that one "
                 "says why."
             ) from error

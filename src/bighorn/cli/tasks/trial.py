@@ -170,8 +170,4 @@ class Trial:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and torch.equal(one.isnan(), other.isnan())
-        and torch.equal(one.nan_to_num(), other.nan_to_num())
-    )
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -38,14 +38,12 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
     if presets and device:
         raise click.UsageError("--presets only prints a table: leave out --device.")
     files.check_outputs({"--json": json_file})
-    if presets:
-        content: dict[str, Any] = {"presets": preset_rows()}
-    else:
-        content = findings(device_of(device) if device else accelerator())
     console = Console(highlight=False, emoji=False)
     if presets:
+        content: dict[str, Any] = {"presets": preset_rows()}
         console.print(_preset_table(content["presets"]))
     else:
+        content = findings(device_of(device) if device else accelerator())
         for line in _lines(content):
             console.print(line, soft_wrap=True)
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)

@@ -327,7 +327,7 @@ def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     here, other = small(tmp_path / "s.study", seeds=1, trials=1), small(tmp_path / "s.study", seeds=1, trials=1)
 
     def last() -> float:
-        trials = [each for queue in other._tuning.values() for each in queue.study.trials]
+        trials = [each for queue in other._tuning for each in queue.study.trials]
         return max(float(each.user_attrs["beat"][2]) for each in trials if "beat" in each.user_attrs)
 
     def long(config: RunConfig, *_: object) -> Trial:

@@ -83,7 +83,7 @@ class Search:
         try:
             _check_kind(plan.path)
             self.storage = JournalStorage(JournalFileBackend(str(plan.path)))
-            self._tuning = {entry: self._queue_of_tuning(entry) for entry in range(len(plan.entries))}
+            self._tuning = [self._queue_of_tuning(entry) for entry in plan.entries]
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"--study {plan.path} is damaged or not a file of bighorn compare ({error}). Give another name."
@@ -94,8 +94,7 @@ class Search:
     def _held_out(self) -> Task:
         return held_out(self.task)
 
-    def _queue_of_tuning(self, number: int) -> Queue:
-        entry = self.plan.entries[number]
+    def _queue_of_tuning(self, entry: Entry) -> Queue:
         count = FULL if self.plan.prune else self.plan.trials if self.plan.budget is None else self._wave
         name = self._name(entry, "tuning", *["prune"] * self.plan.prune)
         return self._queue(name, entry.candidates(self.plan.trials), entry.space, count)
@@ -113,7 +112,7 @@ class Search:
     @property
     def trials(self) -> int:
         """The trials of each cell, as far as known."""
-        return max(map(self._count, self._tuning.values()))
+        return max(map(self._count, self._tuning))
 
     def _count(self, queue: Queue) -> int:
         """Return the trials of a cell, as far as known; those of ``--prune`` wait until its first ones are done."""
@@ -121,7 +120,7 @@ class Search:
 
     def extend(self) -> None:
         """Add trials to each cell if all are done, and the budget has time for them and the final runs."""
-        plan, queues = self.plan, self._tuning.values()
+        plan, queues = self.plan, self._tuning
         for queue in queues:
             if plan.prune and queue.count < len(queue.points) and queue.is_done:
                 queue.count = len(queue.points)
@@ -137,7 +136,7 @@ class Search:
     @property
     def used(self) -> float:
         """The seconds that the trials have taken, as many at a time as this command makes."""
-        return sum(queue.seconds for queue in self._tuning.values()) / self.plan.processes
+        return sum(queue.seconds for queue in self._tuning) / self.plan.processes
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study: another one for all that would give other results."""
@@ -148,22 +147,20 @@ class Search:
 
     def tuning(self, number: int) -> list[Trial]:
         """Return the finished tuning runs of a cell."""
-        return self._trials(self.plan.entries[number], self._tuning[number], final=False)
+        return self._trials(self.plan.entries[number], self._tuning[number])
 
-    def _trials(self, entry: Entry, queue: Queue, final: bool) -> list[Trial]:
-        return [
-            trial_of(self._config(entry, queue.points[index], final), found) for index, found in queue.results().items()
-        ]
+    def _trials(self, entry: Entry, queue: Queue) -> list[Trial]:
+        return [trial_of(self._config(entry, queue.points[index]), found) for index, found in queue.results().items()]
 
     @staticmethod
-    def _config(entry: Entry, point: dict[str, float], final: bool) -> RunConfig:
+    def _config(entry: Entry, point: dict[str, float]) -> RunConfig:
         params = {name: value for name, value in point.items() if name != "seed"}
-        return configured(entry.base, params, int(point["seed"]) if final else TUNING_SEED)
+        return configured(entry.base, params, int(point.get("seed", TUNING_SEED)))
 
     def final(self, number: int) -> Queue | None:
         """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
         entry, queue = self.plan.entries[number], self._tuning[number]
-        waited_for = [queue] if self.plan.budget is None else self._tuning.values()
+        waited_for = [queue] if self.plan.budget is None else self._tuning
         self.extend()
         if not all(each.is_done for each in waited_for):
             return None
@@ -178,23 +175,21 @@ class Search:
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
         """Yield what can be worked on: tuning first, then final runs."""
         self.extend()
+        for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
+            yield entry, queue, False
         for number, entry in enumerate(self.plan.entries):
-            yield entry, self._tuning[number], False
-        for number, entry in enumerate(self.plan.entries):
-            if (queue := self.final(number)) is not None:
-                yield entry, queue, True
+            if (final := self.final(number)) is not None:
+                yield entry, final, True
 
     @property
     def total(self) -> int:
         """The number of all runs; a budget adds to it as long as there is time."""
         self.extend()
-        return sum(map(self._count, self._tuning.values())) + len(self.plan.entries) * self.plan.seeds
+        return sum(map(self._count, self._tuning)) + len(self.plan.entries) * self.plan.seeds
 
     def finished(self) -> list[tuple[str, Trial]]:
         """Return all finished runs, each with the name of its optimizer."""
-        return [
-            (entry.name, trial) for entry, queue, final in self.queues() for trial in self._trials(entry, queue, final)
-        ]
+        return [(entry.name, trial) for entry, queue, _ in self.queues() for trial in self._trials(entry, queue)]
 
     def release(self) -> None:
         """Let the runs of processes that are no more wait again."""
@@ -215,7 +210,7 @@ class Search:
                 self.release()
                 continue
             entry, queue, final, index, trial = taken
-            config = self._config(entry, queue.points[index], final)
+            config = self._config(entry, queue.points[index])
             task, split = (self.task, "test") if final else (self._held_out, "validation")
             pruner = self._pruner(entry, queue, index, trial) if self.plan.prune and not final else None
             try:
@@ -260,7 +255,7 @@ class Search:
         found = []
         for number, entry in enumerate(self.plan.entries):
             queue = self.final(number)
-            finals = [] if queue is None else self._trials(entry, queue, final=True)
+            finals = [] if queue is None else self._trials(entry, queue)
             if not finals:
                 continue
             tuning = self.tuning(number)

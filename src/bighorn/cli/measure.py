@@ -82,11 +82,7 @@ PLAIN = ParamSet(tuple)
 
 
 def prepared(
-    build: Build,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    clip: float | None,
-    param_set: ParamSet = PLAIN,
+    build: Build, weights: Sequence[Tensor], grads: Sequence[Tensor], clip: float | None, param_set: ParamSet = PLAIN
 ) -> tuple[Optimizer, float]:
     """Return an optimizer over copies of ``weights`` and ``grads``, after its first step, and the seconds of that step.
 

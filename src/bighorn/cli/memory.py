@@ -36,10 +36,7 @@ class MemoryConfig(Options):
     """The options of a prediction; one of :data:`SOURCES` names the model."""
 
     task: str | None = option(
-        None,
-        "A task's model.",
-        shown="digits, unless another option names a model",
-        kind=TaskName(),
+        None, "A task's model.", shown="digits, unless another option names a model", kind=TaskName()
     )
     shapes: str | None = option(
         None, f"A set of shapes, of {', '.join(SHAPES)}.", check=partial(check_name, known=SHAPES)

@@ -16,11 +16,7 @@ from bighorn.tasks import Task, digest, epoch_seed, tensors_in
 
 __all__ = ["TASKS", "TaskName", "fingerprint", "load", "model_of"]
 
-TASKS: Mapping[str, Callable[[str | None], Task]] = {
-    "digits": Digits,
-    "text": Text,
-    "mnist": Mnist,
-}
+TASKS: Mapping[str, Callable[[str | None], Task]] = {"digits": Digits, "text": Text, "mnist": Mnist}
 """The built-in tasks, each made from ``--data``, or from None for the data that it comes with."""
 
 PLACES = "FILE.py:NAME or PACKAGE.MODULE:NAME"

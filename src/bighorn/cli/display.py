@@ -109,19 +109,15 @@ class Display:
         run, history, metric = self.run, self.run.history, self.run.task.metric
         count = run.step - self._line[0]
         _, found = history.tests[-1]
-        own = history.batch_metrics.get(metric)
-        mean = None if own is None else sum(own[-count:]) / count
-        shown = [
-            f"{text:>{len(label)}}"
-            for text, label in zip(
-                (metric_text(metric, mean), metric_text(metric, found[metric])), self._labels, strict=True
-            )
-        ]
+        of_batches = history.batch_metrics.get(metric)
+        mean = None if of_batches is None else sum(of_batches[-count:]) / count
+        own_width, test_width = map(len, self._labels)
+        own, test = f"{metric_text(metric, mean):>{own_width}}", f"{metric_text(metric, found[metric]):>{test_width}}"
         epoch = f"{'-':>6}" if run.epoch is None else f"{run.epoch:6.2f}"
         test_loss = f"{found['loss']:11.4f}" if "loss" in found else f"{'-':>11}"
         self.console.print(
-            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{shown[0]}{test_loss}{shown[1]}"
-            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip(),
+            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{own}{test_loss}{test}"
+            f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip()
         )
         self._line = run.step, history.seconds
 

@@ -36,42 +36,28 @@ def train_report(run: Run) -> str:
         for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
             sections.append(_metric(name, run))
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
-        sections.append(
-            Section(
-                "Learning rate", "As scheduled, the same for all layers.", partial(plots.line, steps, history.lr, "lr")
-            )
+        figure = partial(plots.line, steps, history.lr, "lr")
+        sections.append(Section("Learning rate", "As scheduled, the same for all layers.", figure))
+    head = ("step", "epoch", "learning rate", *(f"test {name}" for name in reversed(names)))
+    rows = [
+        (
+            f"{step:,}",
+            f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
+            f"{history.lr[step - 1]:.3g}",
+            *(_text(name, test[name]) for name in reversed(names)),
         )
-    sections.append(
-        Section(
-            "Evaluations",
-            head=("step", "epoch", "learning rate", *(f"test {name}" for name in reversed(names))),
-            rows=[
-                (
-                    f"{step:,}",
-                    f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
-                    f"{history.lr[step - 1]:.3g}",
-                    *(_text(name, test[name]) for name in reversed(names)),
-                )
-                for step, test in tests
-            ],
-        )
-    )
+        for step, test in tests
+    ]
+    sections.append(Section("Evaluations", head=head, rows=rows))
     data = defaults(run.task).description
-    lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}"
+    lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}."
     if not run.done:
-        lead += f". Stopped after step {run.step:,} of {run.total:,}"
+        lead += f" Stopped after step {run.step:,} of {run.total:,}."
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
     metric = run.task.metric
     answer = f"{tiles[f'test {metric}']} test {metric}" if tests else "No evaluation yet"
-    return render(
-        f"{answer}: {config.optimizer} on {config.task}",
-        lead + ".",
-        tiles,
-        sections,
-        history.commands,
-        settings,
-        config.device,
-    )
+    title = f"{answer}: {config.optimizer} on {config.task}"
+    return render(title, lead, tiles, sections, history.commands, settings, config.device)
 
 
 def _text(name: str, value: float) -> str:
@@ -80,20 +66,12 @@ def _text(name: str, value: float) -> str:
 
 def _metric(name: str, run: Run) -> Section:
     """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
-    history, tests = run.history, [(step, test[name]) for step, test in run.history.tests if name in test]
-    share = is_share(name)
-    figure = partial(
-        plots.curves,
-        range(1, run.step + 1),
-        history.batch_metrics.get(name, []),
-        [step for step, _ in tests],
-        [value for _, value in tests],
-        name,
-        percent=share,
-    )
-    return Section(
-        name.capitalize(), "On a logarithmic scale of the error, up to the best test." if share else "", figure
-    )
+    steps, batches, share = range(1, run.step + 1), run.history.batch_metrics.get(name, []), is_share(name)
+    test_steps = [step for step, test in run.history.tests if name in test]
+    tests = [test[name] for _, test in run.history.tests if name in test]
+    figure = partial(plots.curves, steps, batches, test_steps, tests, name, percent=share)
+    text = "On a logarithmic scale of the error, up to the best test." if share else ""
+    return Section(name.capitalize(), text, figure)
 
 
 def _heat_map(run: Run, metric: Metric) -> Section:
@@ -103,14 +81,7 @@ def _heat_map(run: Run, metric: Metric) -> Section:
     values = np.array(history.metrics[metric.name], dtype=float).T[order]
     if metric.times_lr:
         values = values * np.array([history.lr[step - 1] for step in history.metric_steps])
-    return Section(
-        metric.heading,
-        f"{metric.text} Logarithmic colours; the outermost values share the last ones.",
-        partial(
-            plots.heat_map,
-            [history.layers[index] for index in order],
-            history.metric_steps,
-            values,
-            f"lr x {metric.label}" if metric.times_lr else metric.label,
-        ),
-    )
+    layers = [history.layers[index] for index in order]
+    label = f"lr x {metric.label}" if metric.times_lr else metric.label
+    text = f"{metric.text} Logarithmic colours; the outermost values share the last ones."
+    return Section(metric.heading, text, partial(plots.heat_map, layers, history.metric_steps, values, label))

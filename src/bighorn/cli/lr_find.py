@@ -141,27 +141,18 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     def page() -> str:
         from bighorn.cli.reports import Section, plots, render
 
-        return render(
-            f"No learning rate for {config.optimizer}"
-            if chosen is None
-            else f"Start {config.optimizer} at lr {curve.lrs[chosen]:.2g}",
-            f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}.",
-            {
-                "suggested learning rate": "none" if chosen is None else f"{curve.lrs[chosen]:.2g}",
-                "best smoothed loss": f"{mean[best]:.4f}",
-                "steps": f"{len(curve.lrs)}",
-            },
-            [
-                Section(
-                    "Loss by learning rate",
-                    "One run whose learning rate grows by the same factor at each step.\n" + "\n".join(words),
-                    partial(plots.search, curve.lrs, curve.losses, mean.tolist(), chosen),
-                )
-            ],
-            [about["command"]],
-            settings,
-            config.device,
-        )
+        rate = None if chosen is None else f"{curve.lrs[chosen]:.2g}"
+        title = f"Start {config.optimizer} at lr {rate}" if rate else f"No learning rate for {config.optimizer}"
+        lead = f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}."
+        tiles = {
+            "suggested learning rate": rate or "none",
+            "best smoothed loss": f"{mean[best]:.4f}",
+            "steps": f"{len(curve.lrs)}",
+        }
+        text = "\n".join(["One run whose learning rate grows by the same factor at each step.", *words])
+        figure = partial(plots.search, curve.lrs, curve.losses, mean.tolist(), chosen)
+        sections = [Section("Loss by learning rate", text, figure)]
+        return render(title, lead, tiles, sections, [about["command"]], settings, config.device)
 
     content = {
         **about,

@@ -165,23 +165,20 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             for label, mine in parts_of(layers, MOST_PARTS)
         ]
         shown = {name: f"{quantity(totals[name].all)}B" for name in compared(totals) or totals}
-        return render(
-            f"{source} needs " + ", ".join(f"{size} with {name}" for name, size in shown.items()),
+        title = f"{source} needs " + ", ".join(f"{size} with {name}" for name, size in shown.items())
+        lead = (
             f"{about}; {'; '.join(answers)}. Released: with only the largest gradient, as with "
-            "bighorn.release_gradients. Activations are not counted.",
-            {f"weights, gradients and state with {name}": size for name, size in shown.items()},
-            [
-                Section("Totals", head=TOTAL_HEAD, rows=total_rows(totals, elements)),
-                Section(
-                    "State by optimizer",
-                    "Bytes for each parameter of the model, by the layers that they belong to.",
-                    partial(plots.bars, wanted, parts, "bytes per parameter"),
-                ),
-                Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers))),
-            ],
-            [command_line(ctx)],
-            asdict(config) | {"optimizers": ", ".join(wanted)},
+            "bighorn.release_gradients. Activations are not counted."
         )
+        tiles = {f"weights, gradients and state with {name}": size for name, size in shown.items()}
+        text = "Bytes for each parameter of the model, by the layers that they belong to."
+        sections = [
+            Section("Totals", head=TOTAL_HEAD, rows=total_rows(totals, elements)),
+            Section("State by optimizer", text, partial(plots.bars, wanted, parts, "bytes per parameter")),
+            Section("Layers", "Bytes.", head=LAYER_HEAD + wanted, rows=layer_rows(layers, len(layers))),
+        ]
+        settings = asdict(config) | {"optimizers": ", ".join(wanted)}
+        return render(title, lead, tiles, sections, [command_line(ctx)], settings)
 
     def content() -> dict[str, Any]:
         return {

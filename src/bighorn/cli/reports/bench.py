@@ -21,30 +21,18 @@ def bench_report(
         ratios = [(row["label"], row["ratio"]) for row in found["optimizers"] if row["ratio"] is not None]
         peers = [(label, (ratio["p10"], ratio["median"], ratio["p90"])) for label, ratio in ratios]
         label = f"step time on {found['shapes']},\nrelative to {baseline}"
-        sections.append(
-            Section(
-                found["shapes"],
-                "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]]),
-                partial(plots.dots, peers, label, mark=1.0) if peers else None,
-                ("optimizer", *columns),
-                [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]],
-            )
-        )
+        figure = partial(plots.dots, peers, label, mark=1.0) if peers else None
+        text = "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]])
+        cells = [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]]
+        sections.append(Section(found["shapes"], text, figure, ("optimizer", *columns), cells))
     if absent:
         sections.append(Section("Not installed here", ", ".join(absent)))
-    *others, answer = answers(sets) or [f"A step of {baseline}"]
-    return render(
-        answer.rstrip("."),
-        " ".join(
-            [*others, f"Each optimizer takes turns with {baseline}, whose first row is against itself: the noise."]
-        ),
-        {
-            f"{row['label']} on {sets[-1]['shapes']}, x {baseline}": f"{row['ratio']['median']:.2f}"
-            for row in sets[-1]["optimizers"][1:4]
-            if row["settled"]
-        },
-        sections,
-        [content["command"]],
-        config | content["machine"],
-        config["device"],
-    )
+    *lead, answer = answers(sets) or [f"A step of {baseline}"]
+    lead.append(f"Each optimizer takes turns with {baseline}, whose first row is against itself: the noise.")
+    tiles = {
+        f"{row['label']} on {sets[-1]['shapes']}, x {baseline}": f"{row['ratio']['median']:.2f}"
+        for row in sets[-1]["optimizers"][1:4]
+        if row["settled"]
+    }
+    title, settings = answer.rstrip("."), config | content["machine"]
+    return render(title, " ".join(lead), tiles, sections, [content["command"]], settings, config["device"])

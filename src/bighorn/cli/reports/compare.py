@@ -42,38 +42,30 @@ def compare_report(
     }
     answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
     unsettled = ", not settled" if more and more[0].startswith("Not settled") else ""
-    return render(
-        answer.rstrip(".") + unsettled,
-        " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."]),
-        shown,
-        [
-            Section(
-                f"{metric.capitalize()} by {lines}",
-                f"Mean, lowest and highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
-                by_batch,
-            ),
-            Section(
-                "Results",
-                "\n".join(notes)
-                + "\nMeans over the seeds, medians of steps and times; * marks a learning rate on the edge of its "
-                "range. Time is of the training steps, on one thread, while other runs used the other processors.",
-                head=head,
-                rows=rows,
-            ),
-            Section(
-                "Convergence",
-                f"The {error} on the way: mean of the seeds.",
-                partial(plots.lines_in_panels, curves, "epoch", error, lines, metric),
-            ),
-            Section(
-                "Learning rates",
-                f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
-                partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
-            ),
-        ],
-        [command],
-        settings,
+    lead = " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."])
+    about_results = (
+        "Means over the seeds, medians of steps and times; * marks a learning rate on the edge of its range. Time is "
+        "of the training steps, on one thread, while other runs used the other processors."
     )
+    sections = [
+        Section(
+            f"{metric.capitalize()} by {lines}",
+            f"Mean, lowest and highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
+            by_batch,
+        ),
+        Section("Results", "\n".join([*notes, about_results]), head=head, rows=rows),
+        Section(
+            "Convergence",
+            f"The {error} on the way: mean of the seeds.",
+            partial(plots.lines_in_panels, curves, "epoch", error, lines, metric),
+        ),
+        Section(
+            "Learning rates",
+            f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
+            partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
+        ),
+    ]
+    return render(answer.rstrip(".") + unsettled, lead, shown, sections, [command], settings)
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:

@@ -120,7 +120,10 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
         cause = system_error(error)
         if cause is None:
             raise
-        raise WriteError(refusal(path, f"{cause.strerror or cause}. {left}")) from error
+        raise WriteError(
+            f"{path} cannot be written: {cause.strerror or cause}. {left}. Make space or give permissions there, or "
+            "choose another place."
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -210,11 +213,6 @@ def _same(path: Path, other: Path) -> bool:
         return path.samefile(other)
     except OSError:  # one of them does not exist yet
         return _target(path) == _target(other)
-
-
-def refusal(path: Path, cause: str) -> str:
-    """Return the message for a write that the system has refused."""
-    return f"{path} cannot be written: {cause}. Make space or give permissions there, or choose another place."
 
 
 def system_error(error: BaseException | None) -> OSError | None:

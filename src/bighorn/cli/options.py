@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import shlex
-import types
 import typing
 from collections.abc import Callable, Container
 from functools import partial
@@ -135,11 +134,12 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
             if only is not None and field.name not in only:
                 continue
             choices, shown, kind = (field.metadata[name] for name in ("choices", "shown", "kind"))
-            flag = hints[field.name] is bool
+            hint = hints[field.name]
+            plain = next(iter(typing.get_args(hint)), hint)  # int of `int | None`, str of `tuple[str, ...]`
             command = click.option(
                 flag_of(field.name),
-                type=None if flag else kind or (click.Choice(choices) if choices else _plain(hints[field.name])),
-                is_flag=flag,
+                type=None if hint is bool else kind or (click.Choice(choices) if choices else plain),
+                is_flag=hint is bool,
                 default=field.default,
                 multiple=isinstance(field.default, tuple),
                 show_default=shown or field.default is not None,
@@ -173,9 +173,3 @@ def words(ctx: click.Context, names: Container[str]) -> list[str]:
                 if each is not True:
                     found.append(f"{each:g}" if isinstance(each, float) else str(each))
     return found
-
-
-def _plain(hint: Any) -> type:
-    members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-    plain: type = members[0] if members else hint
-    return plain

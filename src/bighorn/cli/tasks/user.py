@@ -43,7 +43,8 @@ def imported(flag: str, place: str, forms: str) -> Any:
     found = user_call(f"{flag} {place}", _module_of_file if is_file else _module, source)
     for word in attribute.split("."):
         if not hasattr(found, word):
-            raise InputError(f"{flag} {place}: no {word!r} there; {suggestion(word, _public(found))}")
+            public = [name for name in dir(found) if not name.startswith("_")]
+            raise InputError(f"{flag} {place}: no {word!r} there; {suggestion(word, public)}")
         found = getattr(found, word)
     return found
 
@@ -68,10 +69,6 @@ def _module_of_file(name: str) -> Any:
 def _search(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _public(thing: object) -> list[str]:
-    return [name for name in dir(thing) if not name.startswith("_")]
 
 
 def user_call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from bighorn import arguments
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
+from bighorn.cli.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn.cli.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn.cli.tasks import TASKS, TaskName
 from bighorn.cli.values import device_of, read_options, scale_policy, warmup_steps
@@ -130,9 +130,8 @@ class RunConfig(Options):
         if self.epochs is not None and self.steps is not None:
             raise InputError("--epochs and --steps both set the length of the run: give one of them.")
         read_options(self.optimizer_option)
-        recipe = OPTIMIZERS[self.optimizer]
         for flag, value in (("--backend", self.backend), ("--state-dtype", self.state_dtype)):
-            if value is not None and not recipe.state_dtypes:
+            if value is not None and self.optimizer not in OWN:
                 raise InputError(
                     f"{flag} {value} is for lamb, came and lars, but --optimizer {self.optimizer} is torch's own: "
                     f"leave {flag} out."

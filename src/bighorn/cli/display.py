@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bighorn.cli.environment import device_name
 from bighorn.cli.metrics import SHORT, metric_text
-from bighorn.cli.optimizers import OPTIMIZERS
+from bighorn.cli.optimizers import OWN
 from bighorn.cli.run import Run
 from bighorn.kernels import status
 from bighorn.kernels.cpu import library
@@ -151,7 +151,7 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
     cpu = status()["cpu"]
-    if config.device == "cpu" and OPTIMIZERS[config.optimizer].state_dtypes and not cpu.available:
+    if config.device == "cpu" and config.optimizer in OWN and not cpu.available:
         console.print(f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}")
     if run.ranks.size > 1:
         share = run.batch_size // run.ranks.size

@@ -81,8 +81,6 @@ class Recipe:
         defaults: The values of options of the optimizer that it can search: those of ``space``, and others for which
             ``--space`` gives a range.
         build: A function from parameter groups and options to the optimizer.
-        state_dtypes: The choices of ``--state-dtype``; the first is the default. Empty for torch's optimizers, whose
-            state has the dtype of the parameters and which have no ``--backend``.
         metrics: The values of its telemetry that the history keeps for each layer.
     """
 
@@ -91,7 +89,6 @@ class Recipe:
     space: Mapping[str, tuple[float, float]]
     defaults: Mapping[str, float]
     build: Callable[..., torch.optim.Optimizer]
-    state_dtypes: tuple[str, ...] = ()
     metrics: tuple[Metric, ...] = ()
 
 
@@ -109,7 +106,6 @@ OPTIMIZERS = {
         {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **ADAMS},
         {**ADAM_DEFAULTS, "eps": 1e-6},
         Lamb,
-        tuple(STATE_DTYPES),
         (TRUST_RATIO,),
     ),
     "came": Recipe(
@@ -118,7 +114,6 @@ OPTIMIZERS = {
         {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), "warmup": WARMUP},
         {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "one_minus_beta3": 0.0001},
         Came,
-        tuple(STATE_DTYPES),
         (CONFIDENCE, UPDATE_RMS),
     ),
     "lars": Recipe(
@@ -127,7 +122,6 @@ OPTIMIZERS = {
         {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), "warmup": WARMUP},
         {**MOMENTUM, "eps": 1e-8},
         Lars,
-        tuple(STATE_DTYPES),
         (TRUST_RATIO,),
     ),
     "adamw": Recipe(
@@ -150,6 +144,9 @@ OPTIMIZERS = {
         partial(torch.optim.SGD, momentum=0.9, foreach=True),
     ),
 }
+
+OWN = [name for name, recipe in OPTIMIZERS.items() if recipe.build in KINDS]
+"""Bighorn's own, which have ``--backend`` and ``--state-dtype``, and clip gradients themselves."""
 
 STOCHASTIC = "weight_rounding=stochastic"
 SMALL = {"state_dtype": "int8", "precision": "bf16"}

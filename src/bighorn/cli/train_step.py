@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, shard_update
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
-from bighorn.cli.optimizers import OPTIMIZERS, STATE_DTYPES
+from bighorn.cli.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn.cli.ranks import Ranks
 from bighorn.cli.tasks.user import shown
 from bighorn.tasks import Task, map_tensors, tensors_in, to_device
@@ -59,8 +59,7 @@ class TrainStep:
         excluded = getattr(task, "excluded", None)
         whole: Any = ranks.together(lambda: build_optimizer(config, model, lr, options, sharded, excluded))
         self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
-        # Bighorn's optimizers clip gradients themselves.
-        self._clip = None if OPTIMIZERS[config.optimizer].state_dtypes else config.max_grad_norm
+        self._clip = None if config.optimizer in OWN else config.max_grad_norm
         self._offloaded = None
         if parallel.offload:
             whole = self._offloaded = offload(model, whole, max_grad_norm=self._clip, scaler=self.scaler)
@@ -208,14 +207,13 @@ def build_optimizer(
     ]
     if config.optimizer in ("lamb", "lars"):
         groups[1]["adapt"] = False
-    recipe = OPTIMIZERS[config.optimizer]
     ours: dict[str, Any] = {}
-    if recipe.state_dtypes:
+    if config.optimizer in OWN:
         ours = {"backend": config.backend or "auto", "state_dtype": STATE_DTYPES.get(config.state_dtype or "")}
         ours |= {"max_grad_norm": config.max_grad_norm}
     groups = [group for group in groups if group["params"]]
     try:
-        optimizer = recipe.build(groups, lr=lr, **ours, **options)
+        optimizer = OPTIMIZERS[config.optimizer].build(groups, lr=lr, **ours, **options)
         return shard_update(optimizer) if sharded else optimizer
     except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that does not work on this machine
         raise InputError(f"--optimizer {config.optimizer}: {error}") from error

@@ -182,15 +182,14 @@ class Run:
 
     def _record_metrics(self) -> None:
         history = self._history
-        telemetry = self._train_step.telemetry(tuple(metric.name for metric in self.metrics))
-        rows = {name: {key: of[key] for key in of if key in self._matrices} for name, of in telemetry.items()}
-        first = rows[self.metrics[0].name]
-        self.metric = torch.tensor(list(first.values()))
-        history.layers = list(first)
+        layers = {name: of for name, of in self._train_step.telemetry().items() if name in self._matrices}
+        rows = {metric.name: [of[metric.name] for of in layers.values()] for metric in self.metrics}
+        self.metric = torch.tensor(rows[self.metrics[0].name])
+        history.layers = list(layers)
         if self._heat_map_due:
             history.metric_steps.append(self.step)
             for name, row in rows.items():
-                history.metrics.setdefault(name, []).append(list(row.values()))
+                history.metrics.setdefault(name, []).append(row)
 
     @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:

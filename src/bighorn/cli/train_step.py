@@ -151,15 +151,12 @@ class TrainStep:
         self._model.zero_grad()
         return not self.scaler.state_dict().get("overflows")
 
-    def telemetry(self, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        """Return the attributes ``names`` of the optimizer's telemetry, each by parameter, in the model's order."""
-        local = self.optimizer.telemetry()  # type: ignore[attr-defined]
-        values = {name: dict(zip(local.names, getattr(local, name).tolist(), strict=True)) for name in names}
+    def telemetry(self) -> dict[str, dict[str, float]]:
+        """Return the optimizer's telemetry by parameter, in the model's order."""
+        found = self.optimizer.telemetry().as_dict()  # type: ignore[attr-defined]
         if self._sharded is not None:
-            shards = self._ranks.gather(values)
-            values = {name: dict(ChainMap(*(shard[name] for shard in shards))) for name in names}
-        order = [key for key, _ in self._model.named_parameters()]
-        return {name: {key: of[key] for key in order if key in of} for name, of in values.items()}
+            found = ChainMap(*self._ranks.gather(found))
+        return {name: found[name] for name, _ in self._model.named_parameters() if name in found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of one unsharded optimizer, in the first process; call it in all processes."""

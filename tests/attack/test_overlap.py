@@ -13,15 +13,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from bighorn import Came, Lamb, TailOverlap
-from bighorn.cli.ranks import end_process_group
 from tests.support.attack_settings import tries
 from tests.support.overlap_worker import backward, distributed
+from tests.support.processes import group_of_one
 
 WIDTH = 6
 LAYERS = ("linear", "shared", "norm", "double", "frozen")
@@ -143,9 +142,8 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    end_process_group()
+    with group_of_one():
+        yield
 
 
 SETUPS = st.builds(

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from bighorn import Lamb, LossScaler, TailOverlap, release_gradients, schedules
-from bighorn.cli.ranks import end_process_group
 from tests.distributed.test_process_group import run_ranks
 from tests.support.cases import Case, Kind, set_gradients
 from tests.support.offloading import in_groups, loss_of, network
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, assert_same_everything, copies, runs
+from tests.support.processes import group_of_one
 
 pytestmark = pytest.mark.long
 
@@ -362,11 +361,10 @@ def test_a_step_inside_backward_is_refused_after_any_use(before: str, kind: Kind
         loss_of(net, 0).backward()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    end_process_group()
+    with group_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("alone")

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Came, Lamb, groups
-from bighorn.cli.ranks import end_process_group
 from bighorn.names import common_prefix, unwrapped
 from tests.support.cases import Kind
+from tests.support.processes import group_of_one
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
 EXCLUDED = ["bias", r"^1\."]
@@ -41,10 +41,9 @@ def model() -> nn.Sequential:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """The group of a single process, for DistributedDataParallel; it takes half a second to end."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    end_process_group()
+    """A process group for DistributedDataParallel."""
+    with group_of_one():
+        yield
 
 
 def compiled(net: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,8 +19,8 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
-from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind
+from tests.support.processes import group_of_one
 
 pytestmark = pytest.mark.long
 
@@ -184,8 +183,7 @@ def test_backends_that_need_memory(kind: Kind) -> None:
 
 def test_shards_of_float8_weights(kind: Kind) -> None:
     """torchao's fully_shard makes DTensors whose local tensor on each rank is such a wrapper."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with group_of_one():
         mesh = init_device_mesh("cpu", (1,))
         here = [values(i) for i in range(2)]
         sharded = [Parameter(DTensor.from_local(Float8Weight(part.clone()), mesh, [Shard(0)])) for part in here]
@@ -194,5 +192,3 @@ def test_shards_of_float8_weights(kind: Kind) -> None:
         train(kind, alone, values, backend="reference")
         for p, q in zip(sharded, alone, strict=True):
             torch.testing.assert_close(plain(p.to_local()), q)  # type: ignore[attr-defined]
-    finally:
-        end_process_group()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bighorn import Lamb, LossScaler, WindowScale, offload, release_gradients, schedules
-from bighorn.cli.ranks import end_process_group
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
 from bighorn_launcher.commands import bighorn
 from tests.device import stand_in
@@ -27,6 +24,7 @@ from tests.device.moved import on_host
 from tests.device.stand_in import STAND_IN
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import figures
+from tests.support.processes import group_of_one
 
 pytestmark = STAND_IN
 
@@ -326,23 +324,14 @@ def test_offload_of_gradients_whose_squares_are_out_of_range(size: float) -> Non
 # ---- sharded parameters ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def group_of_one() -> Iterator[DeviceMesh]:
-    """A mesh of one rank; gloo, which moves nothing for one rank, reads no memory of the device."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        yield init_device_mesh("npu", (1,))
-    finally:
-        end_process_group()
-
-
 @pytest.mark.parametrize("options", ["clip", "int8"])
 def test_fsdp2_of_one_rank(kind: Kind, options: str) -> None:
+    """Gloo, which moves nothing for one rank, reads no memory of the device."""
     plain_net, sharded = network("cpu"), network("npu")
     plain_optimizer = optimizer_of(kind, plain_net, **OPTIONS[options])
     plain(plain_net, plain_optimizer)
-    with group_of_one() as mesh:
-        fully_shard(sharded, mesh=mesh)
+    with group_of_one():
+        fully_shard(sharded, mesh=init_device_mesh("npu", (1,)))
         optimizer = optimizer_of(kind, sharded, **OPTIONS[options])
         for step in range(STEPS):
             loss = sharded(torch.ones(4, 9).to("npu")).square().mean()

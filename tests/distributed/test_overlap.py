@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
-from bighorn.cli.ranks import end_process_group
 from tests.support import overlap_worker
-from tests.support.processes import Outcome, assert_ended_well, outcomes
+from tests.support.processes import Outcome, assert_ended_well, group_of_one, outcomes
 from tests.support.tables import for_every
 
 
@@ -67,11 +66,10 @@ def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_pa
 # ---- a single process -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    end_process_group()
+    with group_of_one():
+        yield
 
 
 class Wire:

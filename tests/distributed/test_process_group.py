@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from bighorn import Lamb
-from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind
-from tests.support.processes import assert_ended_well, outcomes
+from tests.support.processes import assert_ended_well, group_of_one, outcomes
 
 SCRIPT = """
     import sys, torch
@@ -192,12 +190,10 @@ def test_a_zero_redundancy_optimizer_that_would_clip_by_rank(tmp_path: Path) -> 
     run_ranks(REFUSED, 2, str(tmp_path / "store"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group() -> Iterator[Any]:
-    """The group of a single process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield dist.group.WORLD
-    end_process_group()
+    with group_of_one() as group:
+        yield group
 
 
 def test_a_group_that_nothing_uses(group: Any, kind: Kind) -> None:

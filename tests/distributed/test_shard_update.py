@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from bighorn import FlatLayout, Fragment, Lamb, shard_update
-from bighorn.cli.ranks import end_process_group
 from tests.distributed.test_process_group import run_ranks
+from tests.support.processes import group_of_one
 
 SCRIPT = """
     import functools, sys, torch
@@ -108,16 +108,13 @@ def test_what_is_refused() -> None:
 
 
 def test_what_is_spread_already() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with group_of_one():
         layout = FlatLayout([[Fragment("w", (2, 1), numel=2)]])
         with pytest.raises(ValueError, match="flat tensors, whose state is on several ranks already"):
             shard_update(Lamb([{"params": [Parameter(torch.ones(2))], "flat_layout": layout}]))
         spread = shard_update(Lamb([Parameter(torch.ones(2))]))
         with pytest.raises(ValueError, match="is a ZeroRedundancyOptimizer, spread over ranks already"):
             shard_update(spread)
-    finally:
-        end_process_group()
 
 
 def test_without_a_process_group() -> None:

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.cli.ranks import end_process_group
 from tests.support.cases import Kind, Optimizer, allow_gradients_of
 from tests.support.error_checks import Errors, refused, stepped, weights
+from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
 
@@ -200,13 +199,11 @@ def test_fsdp1_flattened_parameters(kind: Kind) -> None:
         kind([flat], lr=0.1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[DeviceMesh]:
     """A mesh of this process only."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0])
-    end_process_group()
+    with group_of_one():
+        yield DeviceMesh("cpu", [0])
 
 
 def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:

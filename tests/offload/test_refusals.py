@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Came, Lamb, offload, release_gradients
-from bighorn.cli.ranks import end_process_group
 from tests.support.offloading import loss_of, network, offloaded
+from tests.support.processes import group_of_one
 from tests.support.slow_copies import SlowCopies
 
 
@@ -105,14 +104,11 @@ def test_what_is_not_supported(build: Build, options: dict[str, Any], message: s
 
 
 def test_ddp_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with group_of_one():
         net = DistributedDataParallel(network())
         with pytest.raises(ValueError, match=r"DistributedDataParallel averages gradients after .* use fully_shard"):
             offload(net, lamb(net), copies=SlowCopies())
-    finally:
         del net
-        end_process_group()
 
 
 def test_a_second_offload() -> None:

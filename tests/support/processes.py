@@ -16,11 +16,13 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from bighorn.cli.ranks import end_process_group
 
@@ -95,6 +97,17 @@ def outcomes(
         if late:
             pytest.fail(f"not done after {LIMIT} seconds:\n" + "\n\n".join(errors for _, errors in texts))
         return [Outcome(process.exitcode or 0, *text) for process, text in zip(processes, texts, strict=True)]
+
+
+@contextmanager
+def group_of_one() -> Iterator[dist.ProcessGroup]:
+    """Make this process the only one of a process group, whose end takes half a second."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        end_process_group()
 
 
 def run_scenarios(scenarios: Mapping[str, Callable[[], object]], report: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bighorn import Lamb
 from bighorn.offloading import OffloadedOptimizer
 from bighorn.offloading.step import TransferBucket
-from tests.support.offloading import OVERLAPS, Make, Overlap, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Make, Overlap, assert_equal, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 from tests.support.slow_copies import SlowCopies
 
@@ -31,13 +31,6 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=0.1)
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        loss_of(net, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def backward_and_step(net: nn.Module, optimizer: OffloadedOptimizer) -> None:
     loss_of(net, 2).backward()
     optimizer.step()
@@ -48,10 +41,6 @@ def trained(make: Make, steps: range) -> Any:
     net = network()
     train(net, make(net), steps)
     return net
-
-
-def assert_equal(net: nn.Module, other: nn.Module) -> None:
-    assert_bitwise(list(net.parameters()), list(other.parameters()))
 
 
 def step_counts(optimizer: OffloadedOptimizer) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bighorn import Lamb
 from bighorn.offloading.forward import users
-from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise
 from tests.support.slow_copies import SlowCopies
 
@@ -145,11 +145,8 @@ def test_a_copy_of_the_model_is_not_offloaded(overlap: Overlap, duplicate: Calla
         Lamb(nets[0].named_parameters(), lr=0.1),
         offloaded(nets[1], Lamb(nets[1].named_parameters(), lr=0.1), overlap=overlap),
     )
-    for step in range(3):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        train(net, optimizer, range(3))
     theirs.synchronize()
     copied = duplicate(nets[1])
     assert_bitwise(list(copied.parameters()), list(nets[0].parameters()))

@@ -13,7 +13,18 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale
 from tests.support.cases import Kind
-from tests.support.offloading import OVERLAPS, Make, Overlap, in_groups, loss_of, network, offloaded, scaled_step
+from tests.support.offloading import (
+    OVERLAPS,
+    Make,
+    Overlap,
+    assert_equal,
+    in_groups,
+    loss_of,
+    network,
+    offloaded,
+    scaled_step,
+    train,
+)
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
 
@@ -23,10 +34,6 @@ def lamb(net: nn.Module, **options: Any) -> Lamb:
 
 def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
-
-
-def assert_equal(net: nn.Module, other: nn.Module) -> None:
-    assert_bitwise(list(net.parameters()), list(other.parameters()))
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -347,13 +354,6 @@ def test_hooks_of_the_optimizer_run_once() -> None:
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        loss_of(net, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

@@ -9,17 +9,10 @@ import torch
 from torch import nn
 
 from tests.support.cases import Kind, needs_grad_dtype
-from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
 LOW = (torch.bfloat16, torch.float16)
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        loss_of(net, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def make(kind: Kind, net: nn.Module, **options: Any) -> Any:

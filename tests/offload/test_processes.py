@@ -12,20 +12,12 @@ import torch
 from torch import nn
 
 from bighorn import Lamb
-from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
-from tests.support.optimizer_runs import assert_bitwise
+from tests.support.offloading import OVERLAPS, Overlap, assert_equal, network, offloaded, train
 from tests.support.processes import FORKS, LIMIT
 
 
 def lamb(net: nn.Module) -> Lamb:
     return Lamb(net.named_parameters(), lr=0.1)
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        loss_of(net, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
@@ -79,7 +71,7 @@ def refuse_to_step_in_a_fork(overlap: Overlap) -> None:
     for net, optimizer in zip(nets, (plain, theirs), strict=True):
         train(net, optimizer, range(2, 4))
     theirs.synchronize()
-    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert_equal(nets[1], nets[0])
 
 
 def trained_elsewhere(net: nn.Module, found: Any) -> None:
@@ -110,4 +102,4 @@ def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
     for net, optimizer in zip(nets, (plain, theirs), strict=True):
         train(net, optimizer, range(2, 4))
     theirs.synchronize()
-    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert_equal(nets[1], nets[0])

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from bighorn import groups, offload, schedules
 from bighorn.offloading import OffloadedOptimizer
 from tests.support.cases import Kind, allow_gradients_of
+from tests.support.optimizer_runs import assert_bitwise
 from tests.support.slow_copies import SlowCopies
 
 Overlap = Literal["copies", "forward"]
@@ -58,6 +59,19 @@ def loss_of(net: nn.Module, step: int) -> Any:
     dtype = next(net.parameters()).dtype
     inputs = torch.randn(4, 9, generator=torch.Generator().manual_seed(step)).to(dtype)
     return net(inputs).square().mean()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train with a loss for each step."""
+    for step in steps:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal(net: nn.Module, other: nn.Module) -> None:
+    """Check that two models have the same weights to the bit."""
+    assert_bitwise(list(net.parameters()), list(other.parameters()))
 
 
 def in_groups(kind: Kind, net: nn.Module) -> Any:

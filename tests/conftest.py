@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,12 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(reason)
     return name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a module share, for reports and checkpoints of processes that run once."""
+    return tmp_path_factory.mktemp("shared")
 
 
 @pytest.fixture

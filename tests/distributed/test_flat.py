@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,11 @@ from torch.nn import Parameter
 from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
 from tests.support import flat_worker
 from tests.support.cases import Kind
-from tests.support.processes import assert_ended_well, outcomes
+from tests.support.processes import said_by
 from tests.support.tables import for_every
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs' reports."""
-    return tmp_path_factory.mktemp("flat")
-
-
-@cache
-def said(world: int, folder: Path, *more: str) -> list[dict[str, str]]:
-    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    assert_ended_well(outcomes(Path(flat_worker.__file__), [[rank, world, folder, *more] for rank in range(world)]))
-    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+said = partial(said_by, flat_worker)
+"""Return the traceback of each scenario on each rank, or an empty string."""
 
 
 @for_every("scenario", flat_worker.scenarios(2))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +13,11 @@ import torch
 
 from bighorn import megatron_groups
 from tests.support import megatron_worker
-from tests.support.processes import assert_ended_well, outcomes
+from tests.support.processes import said_by
 from tests.support.tables import for_every
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs' reports."""
-    return tmp_path_factory.mktemp("megatron")
-
-
-@cache
-def said(world: int, folder: Path) -> list[dict[str, str]]:
-    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    assert_ended_well(outcomes(Path(megatron_worker.__file__), [[rank, world, folder] for rank in range(world)]))
-    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+said = partial(said_by, megatron_worker)
+"""Return the traceback of each scenario on each rank, or an empty string."""
 
 
 @for_every("scenario", megatron_worker.scenarios())

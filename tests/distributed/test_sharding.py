@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,11 @@ from torch import Tensor
 from bighorn import kernels
 from tests.support import sharding_worker, training_digests
 from tests.support.optimizer_runs import BY_ID, advance, assert_bitwise
-from tests.support.processes import assert_ended_well, outcomes
+from tests.support.processes import said_by
 from tests.support.tables import for_every
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs' results: reports, and the checkpoints of two ranks, which other ranks load."""
-    return tmp_path_factory.mktemp("ranks")
-
-
-@cache
-def said(world: int, folder: Path, *more: str) -> list[dict[str, str]]:
-    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    assert_ended_well(outcomes(Path(sharding_worker.__file__), [[rank, world, folder, *more] for rank in range(world)]))
-    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+said = partial(said_by, sharding_worker)
+"""Return the traceback of each scenario on each rank, or an empty string."""
 
 
 @for_every("scenario", sharding_worker.scenarios(2, Path()))

@@ -25,12 +25,6 @@ RESUMES = ["resumes", *(f"resumes-{which}" for which in ("zero-2", "fp16", "came
 BOTH += ["bf16-summed-in-float32", "fp16-without-zero", "overflow", "collectives"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs' reports and checkpoints."""
-    return tmp_path_factory.mktemp("deepspeed")
-
-
 @cache
 def said(world: int, folder: Path) -> list[dict[str, str]]:
     """Return the traceback of each scenario on each of `world` ranks, or an empty string."""

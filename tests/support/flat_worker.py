@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch.nn import Parameter
 from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
 from tests.support.case_tensors import ordinal
 from tests.support.cases import KINDS, Optimizer
-from tests.support.processes import run_scenarios
+from tests.support.processes import run_as_rank
 from tests.support.sharding_worker import (
     ALONE,
     BITWISE,
@@ -530,12 +529,5 @@ def scenarios(world: int, *, all_of_them: bool = False) -> Mapping[str, Callable
     return todo
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    run_scenarios(scenarios(world, all_of_them=bool(sys.argv[4:])), folder / f"{world}-{rank}.json")
-
-
 if __name__ == "__main__":
-    main()
+    run_as_rank(lambda world, _: scenarios(world, all_of_them=bool(sys.argv[4:])))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bighorn import Came, Lamb, megatron_groups
 from tests.support.cases import Kind
 from tests.support.flat_worker import refused
 from tests.support.megatron_stand_in import DistributedOptimizer
-from tests.support.processes import run_scenarios
+from tests.support.processes import run_as_rank
 from tests.support.sharding_worker import assert_close, cost
 
 Options = Mapping[str, Any]
@@ -158,12 +155,5 @@ def scenarios() -> Mapping[str, Callable[[], None]]:
     return todo
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    run_scenarios(scenarios(), folder / f"{world}-{rank}.json")
-
-
 if __name__ == "__main__":
-    main()
+    run_as_rank(lambda *_: scenarios())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from bighorn import Came, Lamb, LossScaler, WindowScale, offload
 from bighorn.offloading import OffloadedOptimizer
 from tests.support.offloading import scaled_step
-from tests.support.processes import run_scenarios
+from tests.support.processes import run_as_rank
 from tests.support.slow_copies import SlowCopies
 
 STEPS = 4
@@ -154,12 +152,5 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
-    run_scenarios(SCENARIOS, folder / f"{rank}.json")
-
-
 if __name__ == "__main__":
-    main()
+    run_as_rank(lambda *_: SCENARIOS)

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.optim import plan_builder
 from tests.support.cases import KINDS, ExactCame, ExactLamb, ExactLars, Kind, Optimizer
-from tests.support.processes import LIMIT, run_scenarios
+from tests.support.processes import LIMIT, run_as_rank
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "prime": (13, 11),
@@ -572,12 +572,5 @@ LOADING = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp-4", "hybrid"]}
 """The layouts in which checkpoints are loaded."""
 
 
-def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    run_scenarios(scenarios(world, folder, all_of_them=bool(sys.argv[4:])), folder / f"{world}-{rank}.json")
-
-
 if __name__ == "__main__":
-    main()
+    run_as_rank(partial(scenarios, all_of_them=bool(sys.argv[4:])))

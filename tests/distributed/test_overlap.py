@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +17,16 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
 from tests.support import overlap_worker
-from tests.support.processes import Outcome, assert_ended_well, group_of_one, outcomes
+from tests.support.processes import group_of_one, outcomes, said_by
 from tests.support.tables import for_every
 
-
-def run_ranks(world: int, folder: Path, *scenarios: str) -> list[Outcome]:
-    program = Path(overlap_worker.__file__)
-    return outcomes(program, [[rank, world, folder / "store", folder, *scenarios] for rank in range(world)])
-
-
-def said(world: int, folder: Path, *scenarios: str) -> list[dict[str, str]]:
-    """Return the traceback of each scenario on each rank, or an empty string; all run in the same processes."""
-    assert_ended_well(run_ranks(world, folder, *scenarios))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return said(2, tmp_path_factory.mktemp("two"), *overlap_worker.SCENARIOS)
+said = partial(said_by, overlap_worker)
+"""Return the traceback of each scenario on each rank, or an empty string; all run in the same processes."""
 
 
 @for_every("scenario", overlap_worker.SCENARIOS)
-def test_two_ranks(scenario: str, of_two_ranks: list[dict[str, str]]) -> None:
-    assert [said[scenario] for said in of_two_ranks] == ["", ""]
+def test_two_ranks(scenario: str, folder: Path) -> None:
+    assert [said[scenario] for said in said(2, folder, *overlap_worker.SCENARIOS)] == ["", ""]
 
 
 @pytest.mark.parametrize(("world", "scenarios"), [(4, ["lamb", "clip", "groups"]), (3, ["late-overflow"])])
@@ -57,7 +44,8 @@ def test_more_ranks(world: int, scenarios: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_path: Path) -> None:
-    first, second = run_ranks(2, tmp_path, "failing", where)
+    program = Path(overlap_worker.__file__)
+    first, second = outcomes(program, [[rank, 2, tmp_path, "failing", where] for rank in range(2)])
     assert 0 not in (first.code, second.code)
     assert elsewhere in first.errors
     assert why in second.errors

@@ -1,15 +1,13 @@
-"""The scenarios of test_overlap.py, run on each rank: `python overlap_worker.py RANK WORLD STORE SCENARIO`."""
+"""The scenarios of test_overlap.py, run on each rank: `python overlap_worker.py RANK WORLD FOLDER SCENARIO...`."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-import json
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from bighorn.compat.npu_bridge import (
     NPULossScaleOptimizer,
     NPUOptimizer,
 )
+from tests.support.processes import run_as_rank
 
 STEPS = 20
 SMALL_BUCKETS = 0.004  # megabytes: about the weight of one layer
@@ -500,24 +499,12 @@ def failing(where: str) -> None:
         overlap.zero_grad()
 
 
-def main() -> None:
-    rank, world, store, results = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    if sys.argv[5] == "failing":
-        failing(sys.argv[6])
-    said = {}
-    for name in sys.argv[5:]:
-        dist.barrier()
-        try:
-            {**SCENARIOS, "late-overflow": late_overflow}[name]()
-        except Exception:
-            said[name] = traceback.format_exc()
-            Path(results, f"{rank}.json").write_text(json.dumps(said))
-        else:
-            said[name] = ""
-    Path(results, f"{rank}.json").write_text(json.dumps(said))
+def chosen(_: int, __: Path) -> Mapping[str, Callable[[], None]]:
+    """Return the scenarios that the command line names, or fail as it says."""
+    if sys.argv[4] == "failing":
+        failing(sys.argv[5])
+    return {name: {**SCENARIOS, "late-overflow": late_overflow}[name] for name in sys.argv[4:]}
 
 
 if __name__ == "__main__":
-    main()
+    run_as_rank(chosen)

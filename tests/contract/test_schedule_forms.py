@@ -312,15 +312,6 @@ def test_a_bad_gradient_takes_the_schedules_value_back() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1 / 2
 
 
-def test_a_count_that_is_none_in_a_checkpoint() -> None:
-    params = weights()
-    optimizer = Lamb(params, lr=falling)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["schedule_step"] = -1
-    with pytest.raises(ValueError, match=r"param_groups\[0\].*schedule_step=-1"):
-        optimizer.load_state_dict(state)
-
-
 def test_relative_step() -> None:
     params = weights()
     optimizer = Came(params, lr=RelativeStep(warmup_init=True))

@@ -40,15 +40,6 @@ def test_a_checkpoint_of_another_model(kind: Kind, backend: str) -> None:
         optimizer.load_state_dict(copy.deepcopy(fewer.state_dict()))
 
 
-@pytest.mark.parametrize("key", ["lr", "betas", "weight_decay"])
-def test_a_checkpoint_with_bad_hyper_parameters(key: str, kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0][key] = (2.0, 2.0) if key == "betas" else -1.0
-    with refused(parameters, optimizer, ValueError, key):
-        optimizer.load_state_dict(state)
-
-
 NO_CHECKPOINT: list[Any] = [
     {},
     {"state": {}},
@@ -69,20 +60,11 @@ def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
         optimizer.load_state_dict(state)
 
 
-FOREIGN: dict[str, list[Any]] = {
-    "exp_avg_sq": ["text", math.pi, torch.zeros(4, 3, dtype=torch.complex64)],
-    "step": ["one", -1.0, math.nan, torch.ones(3), torch.tensor(1e38)],
-}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in FOREIGN.items() for value in values], ids=str
-)
-def test_a_checkpoint_with_a_foreign_value(key: str, value: Any, kind: Kind) -> None:
+@pytest.mark.parametrize("value", ["text", math.pi, torch.zeros(4, 3, dtype=torch.complex64)], ids=str)
+def test_a_checkpoint_with_a_foreign_value(value: Any, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     state = copy.deepcopy(optimizer.state_dict())
-    if key not in state["state"][0]:
-        key = "exp_avg"
+    key = "exp_avg_sq" if "exp_avg_sq" in state["state"][0] else "exp_avg"
     state["state"][0][key] = value
     with refused(parameters, optimizer, (ValueError, TypeError), key):
         optimizer.load_state_dict(state)
@@ -219,53 +201,3 @@ def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
     message = rf"param_groups\[0\].*'\w+', an option of {other.__name__} but not of this .*or use {other.__name__}"
     with refused(parameters, optimizer, ValueError, message):
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
-
-
-@pytest.mark.parametrize("damage", [None, [1], torch.ones(3)], ids=str)
-def test_a_state_that_is_no_dict(damage: Any, kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = optimizer.state_dict()
-    with refused(parameters, optimizer, ValueError, "damaged: its state of 0 is a"):
-        optimizer.load_state_dict({**state, "state": {**state["state"], 0: damage}})
-
-
-@for_every(
-    ("names", "message"),
-    [
-        (["a", "b"], "2 names for 3 parameters"),
-        (["a", "b", "a"], "2 parameters called 'a'"),
-        ("abc", "in a list"),
-        (3, "in a list"),
-        (torch.ones(3), "in a list"),
-    ],
-    ids=str,
-)
-def test_names_that_do_not_fit(names: object, message: str, kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["param_names"] = names
-    with refused(parameters, optimizer, ValueError, rf"param_groups\[0\].*{message}"):
-        optimizer.load_state_dict(state)
-
-
-def test_a_state_of_no_parameter(kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = optimizer.state_dict()
-    with refused(parameters, optimizer, ValueError, "damaged: it has a state of 99"):
-        optimizer.load_state_dict({**state, "state": {**state["state"], 99: state["state"][0]}})
-
-
-def test_params_that_are_no_indices(kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0]["params"] = [[0], *state["param_groups"][0]["params"][1:]]
-    with refused(parameters, optimizer, ValueError, r"its params hold \[0\], where an index or a name must be"):
-        optimizer.load_state_dict(state)
-
-
-def test_a_checkpoint_of_a_newer_format_is_no_matter_of_options(kind: Kind) -> None:
-    parameters, optimizer = stepped(kind)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0]["format_version"] = 99
-    with refused(parameters, optimizer, ValueError, r"the loaded param_groups\[0\] cannot be used: format_version=99"):
-        optimizer.load_state_dict(state)

@@ -343,45 +343,6 @@ def test_an_option_of_a_group_is_told_where_it_goes(kind: Kind) -> None:
             kind(weights(), lr=0.1, **{name: True})  # type: ignore[arg-type]
 
 
-MISSPELT_KEYS = {"weigth_decay": "weight_decay", "learnrate": "lr", "stcked": "stacked", "momentum": ""}
-OWN_MISSPELT_KEYS = {
-    Lamb: MISSPELT_KEYS | {"adpat": "adapt"},
-    Came: MISSPELT_KEYS | {"factr": "factor", "adapt": ""},
-    Lars: {name: meant for name, meant in MISSPELT_KEYS.items() if name != "momentum"} | {"nestrov": "nesterov"},
-}
-
-
-@for_every(("kind", "name"), [(kind, name) for kind in KINDS for name in OWN_MISSPELT_KEYS[kind]])
-def test_an_unknown_group_key_suggests_the_nearest(kind: Kind, name: str) -> None:
-    nearest = OWN_MISSPELT_KEYS[kind][name]
-    with pytest.raises(TypeError, match=f"(?s){name!r}.*{nearest and repr(nearest)}"):
-        kind([{"params": weights(), name: 0.1}], lr=0.1)
-    parameters, optimizer = stepped(kind)
-    with refused(parameters, optimizer, TypeError, f"{name!r}.*{nearest and repr(nearest)}"):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], name: 0.1})
-
-
-WRITTEN = MISSPELT_KEYS | {"max_grad_nrom": "max_grad_norm", "weight_decays": "weight_decay", "beta1": "betas"}
-WRITTEN |= {"learning_rate": "lr", "weight_decay_rate": "weight_decay"}  # as others call them
-
-
-@for_every("name", [name for name, nearest in WRITTEN.items() if nearest])
-def test_a_misspelt_key_written_into_a_group_later(name: str, kind: Kind, backend: str) -> None:
-    parameters, optimizer = stepped(kind, backend)
-    if WRITTEN[name] == "betas" and kind is Lars:
-        return
-    optimizer.param_groups[0][name] = 0.0
-    message = rf"param_groups\[0\].*{name!r} \(did you mean {WRITTEN[name]!r}"
-    for method in (optimizer.step, optimizer.explain):
-        with refused(parameters, optimizer, TypeError, message):
-            method()
-    del optimizer.param_groups[0][name]
-    optimizer.step()
-    optimizer.param_groups[0]["fused"] = True
-    with refused(parameters, optimizer, TypeError, "'fused'.*torch.optim.*backend"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("off", "remedy"),
     [

@@ -205,9 +205,9 @@ def test_a_bad_value_at_construction(name: str, value: Any, error: type[Exceptio
 @pytest.mark.parametrize(
     ("betas", "reason"),
     [
-        ((0.0, 0.999, 0.9999), r"^betas\[0\]=0.0 .*without momentum it never does"),
-        ((0.9, 0.999, 1.0), r"^betas\[2\]=1\.0 .*would stay at 0"),
-        ((0.9, 0.999, 1), r"^betas\[2\]=1 .*would stay at 0"),
+        ((0.0, 0.999, 0.9999), r"^betas\[0\]=0.0 .*misses the update, and without momentum it never does.*0\.9$"),
+        ((0.9, 0.999, 1.0), r"^betas\[2\]=1\.0 .*would stay at 0.*in \[0, 1\)"),
+        ((0.9, 0.999, 1), r"^betas\[2\]=1 .*would stay at 0.*in \[0, 1\)"),
     ],
 )
 def test_betas_that_came_cannot_divide_by_are_refused_with_the_reason(betas: Any, reason: str) -> None:
@@ -474,15 +474,9 @@ def test_options_that_change_the_shapes_of_statistics_after_a_step(
         optimizer.step()
 
 
-def test_why_a_beta_is_refused_and_relative_step_is_a_schedule() -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"lr": 0.1, "betas": (0.0, 0.9, 0.9)}, r"betas\[0\]=0.*misses the update.*0\.9"),
-        ({"lr": 0.1, "betas": (0.9, 0.9, 1.0)}, r"betas\[2\]=1.0.*in \[0, 1\)"),
-        ({}, "lr is missing: give a learning rate"),
-    ]
-    for options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            Came(weights(), **options)
+def test_came_without_a_learning_rate_and_with_relative_step() -> None:
+    with pytest.raises(ValueError, match="lr is missing: give a learning rate"):
+        Came(weights())
     with pytest.raises(TypeError, match=r"'relative_step', an option of Adafactor.*lr=bighorn.schedules.RelativeStep"):
         Came(weights(), relative_step=True)  # type: ignore[arg-type]
 

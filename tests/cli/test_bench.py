@@ -163,13 +163,6 @@ def test_apex_takes_part_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build([], 0.1, 2.0)[1]["max_grad_norm"] == 2.0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_cuda_needs_a_device(invoke: Invoke) -> None:
-    output = invoke("bench", "--device", "cuda", code=1).output
-    assert "--device cuda: torch sees no CUDA device here" in output
-    assert "or --device cpu" in output
-
-
 @for_every(
     ("arguments", "words"),
     [

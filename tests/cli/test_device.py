@@ -23,7 +23,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("command", ["train", "lr-find"])
+@pytest.mark.parametrize("command", ["train", "lr-find", "bench"])
 def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
     output = invoke(command, "--device", "cuda", "--report", "out/run.html", code=1).output
     assert "--device cuda: torch sees no CUDA device here" in output

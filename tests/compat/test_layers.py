@@ -257,12 +257,6 @@ def test_a_torch_scheduler_drives_it(layer: str) -> None:
         step(params, refusing, 0)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_fixed_training_is_the_same_twice(layer: str) -> None:
-    first, second = (trained(lambda params: LAYERS[layer][0](params, lr), torch.float32) for _ in range(2))
-    assert all(value.equal(second[name]) for name, value in first.items())
-
-
 def test_apex_groups_count_their_steps() -> None:
     """PolyWarmUpScheduler of NVIDIA's BERT reads the count, also right after a checkpoint has been loaded."""
     params = weights(torch.float32)

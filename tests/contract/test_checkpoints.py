@@ -94,20 +94,6 @@ def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
     assert other.param_groups[1]["weight_decay"] == 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_loaded_moments_keep_their_dtype_whatever_the_parameters(dtype: torch.dtype, kind: Kind) -> None:
-    """torch's own load_state_dict would cast the float32 moments of a bfloat16 parameter to bfloat16."""
-    case = Case("low", {}, FEW, dtype=dtype).of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(2))
-    other = case.optimizer(copies(parameters), "auto")
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    states = list(other.state.values())
-    assert states
-    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> None:
     """It holds for LAMB's moments and for CAME's momentum, whose other averages stay in float32."""

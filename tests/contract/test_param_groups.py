@@ -16,11 +16,6 @@ from tests.support.cases import KINDS, Kind
 from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
 from tests.support.tables import for_every
 
-
-def test_it_is_a_torch_optimizer(kind: Kind) -> None:
-    assert isinstance(kind(model().parameters(), lr=0.1), torch.optim.Optimizer)
-
-
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "generator": lambda net: net.parameters(),
     "list": lambda net: list(net.parameters()),

@@ -18,13 +18,6 @@ from tests.support.error_checks import Errors, refused, stepped, weights
 from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
-
-@pytest.mark.parametrize("empty", [[], iter(())], ids=["list", "iterator"])
-def test_an_empty_parameter_list(empty: Any, kind: Kind) -> None:
-    with pytest.raises(ValueError, match="empty"):
-        kind(empty, lr=0.1)
-
-
 EQUAL_NAMES = "params has 2 parameters called 'a': .* prefix"
 PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("tensor", lambda: torch.ones(3, requires_grad=True), (TypeError, "iterable|list|params")),

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from tests.support import scalar_formulas
 from tests.support.case_tensors import Leaf
-from tests.support.cases import LAMB, LARS, LRS, Case, set_gradients, set_lr
+from tests.support.cases import LAMB, LARS, LRS, Case, Optimizer, set_gradients, set_lr
 from tests.support.covering_cases import covering
 from tests.support.optimizer_runs import figures
 from tests.support.tables import for_every
@@ -89,6 +89,18 @@ def assert_equal_to(expected: list[float], actual: Tensor, rtol: float, what: st
     assert error <= rtol * want.norm(), f"{what}: {error / want.norm():.2e} relative"
 
 
+def assert_told(case: Case, optimizer: Optimizer, ratios: list[list[scalar_formulas.Ratio]], step: int) -> None:
+    """Check that the telemetry of a step has the norms and the ratios of the scalar formulas."""
+    telemetry = optimizer.telemetry()
+    told: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    columns = [column.tolist() for column in figures(telemetry).values()]
+    for name, *row in zip(telemetry.names, *columns, strict=True):
+        told[re.sub(r"\[\d+\]$", "", name)].append(tuple(row))
+    for leaf, rows in zip(case.leaves, ratios, strict=True):
+        want = [pytest.approx((r.weight_norm, r.update_norm, r.trust_ratio), rel=1e-6) for r in rows]
+        assert not want or told[leaf.name] == want, f"telemetry of {leaf.name}, step {step}"
+
+
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.id)
 def test_reference_equals_the_paper_in_float64(case: Case) -> None:
     case = case.in_double()
@@ -99,7 +111,7 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
         set_gradients(parameters, case.gradients(step))
         set_lr(optimizer, lr)
         optimizer.step()
-        witness_step(case, expected, parameters, case.gradients(step), lr)
+        assert_told(case, optimizer, witness_step(case, expected, parameters, case.gradients(step), lr), step)
         for leaf, tensor, parameter in zip(case.leaves, expected, parameters, strict=True):
             what = f"{leaf.name} after step {step}"
             assert_equal_to(tensor.x, parameter, 1e-14, what)
@@ -113,28 +125,6 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
                 assert_equal_to(tensor.v, state["exp_avg_sq"], 1e-14, f"{what}: exp_avg_sq")
             if "max_exp_avg_sq" in state:
                 assert_equal_to(tensor.v_max, state["max_exp_avg_sq"], 1e-14, f"{what}: max_exp_avg_sq")
-
-
-@for_every("case", [case for case in PLAIN if case.id in covering(PLAIN)], ids=lambda case: case.id)
-def test_telemetry_tells_the_ratios_of_the_paper(case: Case) -> None:
-    case = case.in_double()
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "reference")
-    expected = witness(parameters)
-    for step, lr in enumerate(LRS[:2]):
-        set_gradients(parameters, case.gradients(step))
-        set_lr(optimizer, lr)
-        optimizer.step()
-        ratios = witness_step(case, expected, parameters, case.gradients(step), lr)
-        telemetry = optimizer.telemetry()
-        told: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-        columns = [column.tolist() for column in figures(telemetry).values()]
-        for name, *row in zip(telemetry.names, *columns, strict=True):
-            told[re.sub(r"\[\d+\]$", "", name)].append(tuple(row))
-        for leaf, rows in zip(case.leaves, ratios, strict=True):
-            want = [(r.weight_norm, r.update_norm, r.trust_ratio) for r in rows]
-            if want:
-                assert told[leaf.name] == [pytest.approx(row, rel=1e-6) for row in want], f"{leaf.name}, step {step}"
 
 
 ORDINARY = [

@@ -7,14 +7,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from bighorn.cli.run import Run
 from tests.support.command_line import Invoke, write_idx, write_text
 from tests.support.processes import LIMIT
 from tests.support.torchrun import (
@@ -224,17 +223,10 @@ def test_two_machines(
     machines: list[list[str]],
     tmp_path: Path,
     invoke: Invoke,
-    monkeypatch: pytest.MonkeyPatch,
+    interrupt_after: Callable[[int], None],
 ) -> None:
     """The machines share only the link: the first one has the checkpoint, and it alone prints and writes."""
-    step = Run.train_step
-
-    def interrupted(run: Run) -> None:
-        if run.step == 3:
-            signal.raise_signal(signal.SIGINT)
-        step(run)
-
-    monkeypatch.setattr(Run, "train_step", interrupted)
+    interrupt_after(4)
     invoke(*RESUMED, "--save", "run.pt", code=130)
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:

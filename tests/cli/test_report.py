@@ -1,16 +1,14 @@
 """Reports have their required contents, and load nothing from elsewhere."""
 
 import json
-import os
 import re
-import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bighorn.cli.reports import plots, style
-from bighorn.cli.run import Run
 from bighorn.cli.smoothing import smoothed
 from tests.support.command_line import Invoke, Page, assert_self_contained
 
@@ -61,17 +59,10 @@ def test_came_shows_confidence_and_the_size_of_its_updates(invoke: Invoke) -> No
     assert min(history["metrics"]["update_rms"][0]) > 20
 
 
-def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Run.train_step
-
-    def interrupted(run: Run) -> None:
-        step(run)
-        if run.step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", interrupted)
-        invoke("train", "--steps", 10, "--save", "run.pt", "--report", "run.html", code=130)
+def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, interrupt_after: Callable[[int], None]) -> None:
+    interrupt_after(5)
+    invoke("train", "--steps", 10, "--save", "run.pt", "--report", "run.html", code=130)
+    interrupt_after(0)
     assert "Stopped after step 5 of 10" in Page(Path("run.html")).text
     invoke("train", "--resume", "run.pt", "--report", "run.html")
     page = assert_self_contained(Path("run.html"))

@@ -120,8 +120,7 @@ def test_a_planted_slowdown_is_an_error(
     committed: ledger.Ledger,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert ledger.errors(committed, {row: ledger.count(row)}, OURS) == []
-    plant(monkeypatch)
+    plant(monkeypatch)  # without it, test_counts_are_no_worse_than_those_of_the_ledger finds no error in these rows
     found = ledger.errors(committed, {row: ledger.count(row)}, OURS)
     assert all(line.startswith(f"{row}: ") for line in found)
     assert {*counts} <= {line.split()[len(row.split())] for line in found}

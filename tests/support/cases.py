@@ -86,7 +86,7 @@ LRS = (0.1, 0.05, 0.2, 0.08)
 """The learning rate changes at every step; it is large because the rounding of a parameter hides a small step."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """Parameters, their gradients, and the options of their optimizer."""
 

@@ -109,6 +109,11 @@ def test_help_has_headings_and_every_option_below_one(invoke: Invoke, name: str)
         assert listed or f"  {flag}" in other
 
 
+def test_every_name_under_a_heading_is_an_option() -> None:
+    known = {param.name for name in COMMANDS for param in command(name).params}
+    assert {name for names in SECTIONS.values() for name in names.split()} <= known
+
+
 def test_the_summaries_are_whole_in_80_columns() -> None:
     width = max(map(len, COMMANDS))
     for name in COMMANDS:

@@ -12,6 +12,7 @@ import torch
 from bighorn.cli.errors import InputError
 from bighorn.cli.search import Plan, Search
 from bighorn.cli.tasks import load
+from bighorn.kernels.cpu.library import cores
 
 LOOK = 0.3
 """Seconds between two looks for results of other processes."""
@@ -65,7 +66,7 @@ def places(device: str) -> int:
     """Return how many runs have a processor or a device of their own; a device with a number is one."""
     place = torch.device(device)
     if place.type == "cpu":
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores()
     return 1 if place.index is not None else int(torch.get_device_module(place).device_count())
 
 

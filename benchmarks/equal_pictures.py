@@ -31,17 +31,17 @@ FARTHEST = {"accuracy": 0.1, "loss": 0.5}
 """The distance from the best trial at a batch size at which the colours of the heat map end."""
 
 
-def by_batch(cells: dict[int, list[Cell]], width: float = WIDTH) -> str:
-    """Draw runs of each optimizer, and their mean with its interval: test error or loss, a panel for each batch size.
+def final_runs(panels: dict[str, list[Cell]], width: float = WIDTH) -> str:
+    """Draw runs of each optimizer, and their mean with its interval: test error or loss, a panel for each row of cells.
 
     An interval that leaves the panel is wider than all runs.
     """
-    names = [cell.name for cell in next(iter(cells.values()))]
-    metric = next(iter(cells.values()))[0].metric
+    names = [cell.name for cell in next(iter(panels.values()))]
+    metric = next(iter(panels.values()))[0].metric
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, 1.3 + 0.32 * len(names)))
-        grid = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
-        for axes, (batch, row) in zip(grid, cells.items(), strict=True):
+        grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (title, row) in zip(grid, panels.items(), strict=True):
             every: list[float] = []
             for at, cell in enumerate(row):
                 runs = [_error(cell, value) for value in cell.finals.values()]
@@ -65,9 +65,9 @@ def by_batch(cells: dict[int, list[Cell]], width: float = WIDTH) -> str:
             axes.grid(visible=False, axis="y")
             axes.set_yticks(range(len(names)), names)
             axes.set_ylim(len(names) - 0.5, -0.5)
-            axes.set_title(f"batch {batch:,}", fontsize=11, loc="left")
+            axes.set_title(title, fontsize=11, loc="left")
             axes.set_xlabel("test error" if is_share(metric) else f"test {metric}")
-        return plots.standalone(to_svg(figure, f"test {metric} by batch size"))
+        return plots.standalone(to_svg(figure, f"test {metric} of all final runs"))
 
 
 def by_rate(cells: dict[int, list[Cell]]) -> str:

@@ -321,7 +321,8 @@ def pictures(name: str) -> dict[str, str]:
     cells = cells_of(name)
     if len(cells) == 1:
         return {}
-    return {name: equal_pictures.by_batch(cells), f"{name}-rates": equal_pictures.by_rate(cells)}
+    panels = {f"batch {batch:,}": row for batch, row in cells.items()}
+    return {name: equal_pictures.final_runs(panels), f"{name}-rates": equal_pictures.by_rate(cells)}
 
 
 def names(*kinds: str) -> list[str]:

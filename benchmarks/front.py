@@ -80,9 +80,12 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def batch_picture() -> str:
-    """Test accuracy of all optimizers at the largest batch size, each after as many trials."""
-    cells = equal_tuning.cells_of("equal-lenet")
-    return equal_pictures.by_batch({max(cells): cells[max(cells)]}, WIDTH)
+    """Test accuracy of all optimizers at the largest batch size of two models, each after as many trials."""
+    panels = {}
+    for model, name in (("LeNet", "equal-lenet"), ("ResNet-8", "equal-resnet")):
+        cells = equal_tuning.cells_of(name)
+        panels[f"{model}, batch {max(cells):,}"] = cells[max(cells)]
+    return equal_pictures.final_runs(panels, WIDTH)
 
 
 def memory_rows() -> dict[str, dict[str, Any]]:

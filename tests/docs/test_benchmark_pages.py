@@ -119,10 +119,14 @@ def test_the_words_for_the_pictures_say_what_the_files_say() -> None:
     rows = front.memory_rows()
     least = rows["Came, int4, stochastic, released"]
     assert f"{least['weights'] + least['gradients'] + least['state']:.1f} for Came with an int4 momentum" in text
-    *_, largest = equal_tuning.cells_of("equal-lenet").values()
-    accuracies = ", ".join(f"{cell.name} {statistics.fmean(cell.finals.values()):.1%}" for cell in largest)
     home = " ".join((ROOT / "docs" / "index.md").read_text().split())
-    assert all(f"at batch {largest[0].batch:,}: {accuracies}]" in page for page in (text, home))
+    for model, name in (("LeNet, five seeds", "equal-lenet"), ("ResNet-8, fifteen seeds", "equal-resnet")):
+        *_, largest = equal_tuning.cells_of(name).values()
+        accuracies = ", ".join(f"{cell.name} {statistics.fmean(cell.finals.values()):.1%}" for cell in largest)
+        assert all(f"{model}: {accuracies}" in page for page in (text, home))
+    [lamb] = [cell for cell in largest if cell.name == "lamb"]
+    mean, half = equal_tuning.verdict(lamb, largest)
+    assert all(f"with ResNet-8 it is behind by {-100 * mean:.1f} +- {100 * half:.1f}" in page for page in (text, home))
 
 
 def test_the_page_of_precisions_says_what_was_measured() -> None:

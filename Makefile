@@ -20,7 +20,7 @@ help:
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make ledger  count what steps do, into benchmarks/results/ledger.json; BECAUSE='the reason' if rows got worse"
-	@echo "make evidence   repeat a tenth of the published comparisons, eleven minutes; MNIST=DIR TEXT=FILE for those that need data"
+	@echo "make evidence   repeat a tenth of the published comparisons, twelve minutes; MNIST=DIR TEXT=FILE for those that need data"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"

@@ -78,6 +78,11 @@ class Cell:
         runs = self.saved["final"] + self.saved.get("more", [])
         return {run["seed"]: _value(run, self.metric) for run in runs}
 
+    def new_seeds(self, count: int) -> tuple[int, ...]:
+        """Return seeds above those of its final runs."""
+        first = max(self.finals) + 1
+        return tuple(range(first, first + count))
+
     @property
     def trials(self) -> list[tuple[float, float]]:
         """Rate and metric on validation data of each trial, in the order in which they were tried."""

@@ -58,8 +58,7 @@ def repeats(study: str, data: str | None) -> list[Repeat]:
     found = []
     for cell in (each for row in cells_of(study).values() for each in row):
         count = max(1, (len(cell.trials) + len(cell.finals)) // SHARE)
-        first = max(cell.finals) + 1
-        found.append(Repeat(study, cell, cell.config(data), tuple(range(first, first + count))))
+        found.append(Repeat(study, cell, cell.config(data), cell.new_seeds(count)))
     return found
 
 

@@ -20,14 +20,14 @@ from bighorn.cli.environment import provenance
 from bighorn.cli.files import write_json
 from bighorn.cli.tasks import load
 from bighorn.cli.trials import make
-from equal_tuning import RESULTS, Cell, cells_of
+from equal_tuning import RESULTS, cells_of
 from equal_tuning import load as load_file
 from evidence import Repeat, wrong_data
 
 
 def run(config: RunConfig, metric: str) -> dict[str, Any]:
     """Return a run of the key "more", which leaves the planned runs and what was computed of them as they were."""
-    trial = make(config, load(config.task, config.data), "test")
+    trial = make(config, load(config.task, config.data), "test", evaluations=1)
     loss = trial.loss if math.isfinite(trial.loss) else None
     value = loss if metric == "loss" else trial.value
     return {"seed": config.seed, metric: value, "loss": loss, "seconds": round(trial.seconds, 3)}
@@ -38,7 +38,7 @@ def main(study: str, count: int, data: str | None, processes: int) -> None:
     about = provenance(f"python benchmarks/more_seeds.py {study} {count} --data DIR")
     saved = load_file(study)
     cells = [cell for row in cells_of(study).values() for cell in row]
-    repeats = [Repeat(study, cell, cell.config(data), more(cell, count)) for cell in cells]
+    repeats = [Repeat(study, cell, cell.config(data), cell.new_seeds(count)) for cell in cells]
     if message := wrong_data(study, repeats[0]):
         raise SystemExit(message)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -53,12 +53,6 @@ def main(study: str, count: int, data: str | None, processes: int) -> None:
             print(cell["name"], cell["config"]["batch_size"], len(cell["more"]), "more", flush=True)
     saved["more_seeds"] = [*saved.get("more_seeds", []), {"seeds": count, **about}]
     write_json(RESULTS / f"{study}.json", saved)
-
-
-def more(cell: Cell, count: int) -> tuple[int, ...]:
-    """Return seeds above those that the cell has."""
-    first = max(cell.finals) + 1
-    return tuple(range(first, first + count))
 
 
 if __name__ == "__main__":

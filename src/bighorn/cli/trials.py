@@ -144,7 +144,11 @@ def make(
     pruner: Callable[[int, float], bool] | None = None,
     evaluations: int | None = None,
 ) -> Trial:
-    """Make one run in this process; ``stepped`` is called after each step, and ``pruner`` with each evaluation."""
+    """Make one run in this process.
+
+    ``stepped`` is called after each step, and ``pruner`` with each evaluation; ``evaluations`` is their number, if it
+    is not to be that of the split.
+    """
     planned = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
     run = Run(config, task, evaluations=evaluations or planned, split=split)
     sign = 1 if defaults(task).higher_is_better else -1

@@ -95,7 +95,8 @@ class Recipe:
 WARMUP = (0.02, 0.4)
 """The shares of a run that are tried as its warm-up."""
 
-ADAMS = {"warmup": WARMUP, "one_minus_beta2": (0.001, 0.1)}
+WITH_BETA2 = {"warmup": WARMUP, "one_minus_beta2": (0.001, 0.1)}
+WITH_MOMENTUM = {"warmup": WARMUP, "one_minus_momentum": (0.01, 0.5)}
 ADAM_DEFAULTS = {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "eps": 1e-8}
 MOMENTUM = {"one_minus_momentum": 0.1}
 
@@ -103,7 +104,7 @@ OPTIMIZERS = {
     "lamb": Recipe(
         0.03,
         0.01,
-        {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **ADAMS},
+        {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **WITH_BETA2},
         {**ADAM_DEFAULTS, "eps": 1e-6},
         Lamb,
         (TRUST_RATIO,),
@@ -111,7 +112,7 @@ OPTIMIZERS = {
     "came": Recipe(
         0.001,
         0.01,
-        {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), "warmup": WARMUP},
+        {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), **WITH_BETA2},
         {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "one_minus_beta3": 0.0001},
         Came,
         (CONFIDENCE, UPDATE_RMS),
@@ -119,7 +120,7 @@ OPTIMIZERS = {
     "lars": Recipe(
         2.0,
         0.01,
-        {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), "warmup": WARMUP},
+        {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), **WITH_MOMENTUM},
         {**MOMENTUM, "eps": 1e-8},
         Lars,
         (TRUST_RATIO,),
@@ -127,11 +128,13 @@ OPTIMIZERS = {
     "adamw": Recipe(
         0.003,
         0.01,
-        {"lr": (0.0003, 0.1), "weight_decay": (0.001, 0.3), **ADAMS},
+        {"lr": (0.0003, 0.1), "weight_decay": (0.001, 0.3), **WITH_BETA2},
         ADAM_DEFAULTS,
         partial(torch.optim.AdamW, fused=True),
     ),
-    "adam": Recipe(0.003, 0.0, {"lr": (0.0003, 0.1), **ADAMS}, ADAM_DEFAULTS, partial(torch.optim.Adam, fused=True)),
+    "adam": Recipe(
+        0.003, 0.0, {"lr": (0.0003, 0.1), **WITH_BETA2}, ADAM_DEFAULTS, partial(torch.optim.Adam, fused=True)
+    ),
     "adafactor": Recipe(
         0.05, 0.01, {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP}, {}, torch.optim.Adafactor
     ),
@@ -139,7 +142,7 @@ OPTIMIZERS = {
     "sgd": Recipe(
         0.1,
         0.0005,
-        {"lr": (0.01, 3.0), "weight_decay": (0.00005, 0.01), "warmup": WARMUP},
+        {"lr": (0.01, 3.0), "weight_decay": (0.00005, 0.01), **WITH_MOMENTUM},
         MOMENTUM,
         partial(torch.optim.SGD, momentum=0.9, foreach=True),
     ),

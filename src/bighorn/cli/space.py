@@ -55,8 +55,9 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
     """Read ``OPTIMIZER.OPTION=LOWEST,HIGHEST`` for some options of ``optimizers``; a variant keeps what it sets itself.
 
     Example:
-        >>> read_spaces(["sgd.lr=0.1,1", "sgd.warmup=0.1"], ["sgd"])["sgd"]
-        {'lr': (0.1, 1.0), 'weight_decay': (5e-05, 0.01), 'warmup': (0.1, 0.1)}
+        >>> read_spaces(["sgd.lr=0.1,1", "sgd.warmup=0.1"], ["sgd"])["sgd"]  # doctest: +NORMALIZE_WHITESPACE
+        {'lr': (0.1, 1.0), 'weight_decay': (5e-05, 0.01), 'warmup': (0.1, 0.1),
+         'one_minus_momentum': (0.01, 0.5)}
     """
     spaces: dict[str, dict[str, tuple[float, float]]] = {}
     for name in optimizers:

@@ -74,8 +74,10 @@ class KernelOptions:
     maximize: Annotated[bool, Option(flag, int)]
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
     rounding_seed: Annotated[int, Option(count, int)] = 0
+    blocks: bool = False
+    """Whether moments are kept in blocks, as in `kernels/codec.py`."""
     packed: bool = False
-    """Whether the first moment is kept in codes of 4 bits, as in `kernels/codec.py`."""
+    """Whether the first one is kept in codes of 4 bits."""
 
 
 Options = TypeVar("Options", bound=KernelOptions)
@@ -99,8 +101,6 @@ class LambOptions(KernelOptions):
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
     cautious: Annotated[bool, Option(flag)]
-    blocks: bool = False
-    """Whether both moments are kept in blocks, as in `kernels/codec.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,6 @@ class LarsOptions(KernelOptions):
     trust_clip: Annotated[bool, Option(flag, int)]
     lr_in_momentum: Annotated[bool, Option(flag, int)]
     adapt: Annotated[bool, Option(c=int)]
-    blocks: bool = False
-    """Whether the momentum is kept in blocks, as in `kernels/codec.py`."""
 
 
 def table(options: type) -> dict[str, Option]:

@@ -6,11 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NamedTuple
 
+import torch
 from torch import Tensor
 
-from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
-from bighorn.kernels.options import Options, checks_of
-from bighorn.optim.state import StateSpec, unsupported_reason, weight_spec, whole_view
+from bighorn.arguments import Check, choice, count, dtype_among, flag, learning_rate, schedulable, weight_decay
+from bighorn.kernels.options import KernelOptions, Options, checks_of
+from bighorn.optim.state import (
+    MOMENT_DTYPES,
+    StateSpec,
+    moments_dtype,
+    moments_spec,
+    unsupported_reason,
+    weight_spec,
+    whole_view,
+)
 from bighorn.schedules import Values
 
 Group = dict[str, Any]
@@ -55,12 +64,12 @@ class ParamTraits(NamedTuple):
 
 
 class Algorithm(ABC, Generic[Options]):
-    """LAMB or CAME: its options, its state tensors and its kernel options."""
+    """An algorithm: its options, its state tensors and its kernel options."""
 
     name: ClassVar[str]
     """The name in kernels, in messages and in the table of checkpoint formats."""
 
-    kernel_options_type: ClassVar[type[Any]]
+    kernel_options_type: ClassVar[type[Any]] = KernelOptions
     """The dataclass of kernel options. Each field with a check is an option of a group, passed on unchanged."""
 
     group_options: ClassVar[Mapping[str, Check]]
@@ -124,6 +133,7 @@ class Algorithm(ABC, Generic[Options]):
             # A tensor on a device stays a tensor, so that the host does not wait for its value.
             "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
             "weight_decay": group["weight_decay"] if variant.decays else 0.0,
+            "blocks": variant.blocks,
             "packed": variant.packed,
             **{name: group[name] for name in self.passed_on},
         }
@@ -142,3 +152,38 @@ class Algorithm(ABC, Generic[Options]):
         """Raise a ValueError for a parameter that cannot be optimized with a group's options."""
         if (reason := self.unsupported_reason(group, param)) is not None:
             raise ValueError(f"{what} cannot be optimized as asked for: {reason}")
+
+
+class LayerwiseAlgorithm(Algorithm[Options]):
+    """The options, state tensors and kernel options of an optimizer with a trust ratio, whose state is one moment."""
+
+    block_dtypes = ("float16", "int8", "int4")
+    group_options: ClassVar[Mapping[str, Check]] = {
+        **SHARED,
+        "always_adapt": flag,
+        "adapt": flag,
+        "state_dtype": dtype_among(MOMENT_DTYPES),
+        "min_8bit_size": count,
+    }
+    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
+
+    def dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
+        """The dtype of each moment, or of its codes."""
+        return {"exp_avg": moments_dtype(param, group["state_dtype"])}
+
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
+        """The moments, in one dtype or in blocks."""
+        in_blocks = group["state_dtype"] in self.block_dtypes
+        return moments_spec(param, self.dtypes(group, param), in_blocks, int(group["stacked"]), group["min_8bit_size"])
+
+    def kernel_options(self, group: Group, variant: Variant) -> Options:
+        """The options of the group, and whether the bucket has a trust ratio."""
+        shared = self.shared_options(group, variant)
+        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
+        options: Options = self.kernel_options_type(adapt=adapt and self.adapts(group), **shared)
+        return options
+
+    def adapts(self, group: Group) -> bool:
+        """Whether the algorithm's own options leave a group its trust ratio."""
+        del group
+        return True

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.arguments import Check, StepFunction, count, dtype_among, flag
+from bighorn.arguments import Check, StepFunction, flag
 from bighorn.kernels import LambOptions
 from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, SecondMoment
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
-from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.algorithm import Group, LayerwiseAlgorithm
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
-from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
+from bighorn.optim.state import MIN_8BIT_SIZE, StateDtype, moments_dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,21 +44,12 @@ class LambTelemetry(Table):
     skipped: Tensor
 
 
-class LambAlgorithm(Algorithm[LambOptions]):
+class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     """The options, state tensors and kernel options of `Lamb`."""
 
     name = "lamb"
     kernel_options_type = LambOptions
-    block_dtypes = ("float16", "int8", "int4")
-    group_options: ClassVar[Mapping[str, Check]] = {
-        **SHARED,
-        "adam": flag,
-        "always_adapt": flag,
-        "adapt": flag,
-        "state_dtype": dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": count,
-    }
-    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
+    group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag}
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
@@ -69,20 +60,17 @@ class LambAlgorithm(Algorithm[LambOptions]):
             )
         return super().unsupported_reason(group, param)
 
-    def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """Both moments, in one dtype or in blocks, and the running maximum of amsgrad."""
+    def dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
+        """The dtypes of both moments, and of the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
         if group["state_dtype"] in ("int8", "int4"):
             dtypes["exp_avg_sq"] = torch.uint8
-        in_blocks = group["state_dtype"] in self.block_dtypes
-        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
+        return dtypes
 
-    def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
-        """The options of the group, and whether the bucket has a trust ratio."""
-        shared = self.shared_options(group, variant)
-        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        return LambOptions(adapt=adapt and not group["adam"], blocks=variant.blocks, **shared)
+    def adapts(self, group: Group) -> bool:
+        """Adam has no trust ratio."""
+        return not group["adam"]
 
 
 class Lamb(KernelOptimizer):

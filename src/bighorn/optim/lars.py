@@ -2,55 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.arguments import Check, StepFunction, count, dtype_among, flag
+from bighorn.arguments import StepFunction
 from bighorn.kernels import LarsOptions
 from bighorn.kernels.options import Denominator
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
-from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
+from bighorn.optim.algorithm import LayerwiseAlgorithm
 from bighorn.optim.lamb import LambTelemetry
 from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.optim.state import MIN_8BIT_SIZE, MOMENT_DTYPES, StateDtype, StateSpec, moments_dtype, moments_spec
+from bighorn.optim.state import MIN_8BIT_SIZE, StateDtype
 
 
 class LarsTelemetry(LambTelemetry):
     """The metrics of the last step, as `LambTelemetry`: `update_norm` is the ratio's denominator without eps."""
 
 
-class LarsAlgorithm(Algorithm[LarsOptions]):
+class LarsAlgorithm(LayerwiseAlgorithm[LarsOptions]):
     """The options, state tensors and kernel options of `Lars`."""
 
     name = "lars"
     kernel_options_type = LarsOptions
-    block_dtypes = ("float16", "int8", "int4")
-    group_options: ClassVar[Mapping[str, Check]] = {
-        **SHARED,
-        "always_adapt": flag,
-        "adapt": flag,
-        "state_dtype": dtype_among(MOMENT_DTYPES),
-        "min_8bit_size": count,
-    }
-    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
-
-    def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """The momentum, in one dtype or in blocks."""
-        dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
-        in_blocks = group["state_dtype"] in self.block_dtypes
-        return moments_spec(param, dtypes, in_blocks, int(group["stacked"]), group["min_8bit_size"])
-
-    def kernel_options(self, group: Group, variant: Variant) -> LarsOptions:
-        """The options of the group, and whether the bucket has a trust ratio."""
-        shared = self.shared_options(group, variant)
-        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        return LarsOptions(adapt=adapt, blocks=variant.blocks, **shared)
 
 
 class Lars(KernelOptimizer):

@@ -33,7 +33,7 @@ class LayerwiseStepper(Stepper[Options]):
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """See `Stepper.unsupported_reason`; moments in blocks are served where an optimizer says so."""
-        if getattr(options, "blocks", False):
+        if options.blocks:
             return unsupported(param) or f"the C library keeps no moment of {options.algorithm.upper()} in blocks"
         return unsupported(param)
 

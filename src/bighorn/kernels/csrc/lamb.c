@@ -5,8 +5,7 @@
 
 #include <math.h>
 
-TABLE_PER_ISA(LambLoops, lamb_loops)
-TABLE_PER_ISA(LambLoops, lamb_loops_double)
+LAYER_LOCALS(Lamb, lamb)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
@@ -22,8 +21,8 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
 }
 
 /* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v
- * being divided by it. Returns the learning rate that multiplies u. */
-static double factors_of(const LambOptions *o, const LayerRow *row, double grad_scale, LambFactors *f) {
+ * being divided by it. */
+static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double grad_scale) {
     int64_t t = (int64_t)*row->step + 1;
     double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : one_minus_power(o->betas[0], t);
     double correction2 = o->bias_correction == BIAS_CORRECTION_NONE || o->second_moment == SECOND_MOMENT_ADAGRAD
@@ -31,7 +30,8 @@ static double factors_of(const LambOptions *o, const LayerRow *row, double grad_
                              : one_minus_power(o->betas[1], t);
     double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
     if (o->bias_correction == BIAS_CORRECTION_LEARNING_RATE) lr *= correction, correction = root = 1;
-    *f = (LambFactors){
+    return (LambFactors){
+        .lr = lr,
         .grad_scale = o->maximize ? -grad_scale : grad_scale,
         .l2 = o->decay_mode == DECAY_L2 ? o->weight_decay : 0,
         .beta1 = o->betas[0],
@@ -45,41 +45,24 @@ static double factors_of(const LambOptions *o, const LayerRow *row, double grad_
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
         .dither = dither_at(&row->weights, o->rounding_seed, t),
     };
-    return lr;
 }
 
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
-
-/* Values that a thread computes once per row. */
-typedef struct {
-    LayerCopies copies;
-    const LambLoops *loops;
-    LambFactors factors;
-    double lr;
-} LambLocals;
-
-_Static_assert(sizeof(LambLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
-
-static const LambOptions *options_of(const LayerRows *s, const LayerRow *row) {
-    return (const LambOptions *)s->options + row->options;
-}
 
 static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
     const LayerRow *r = &s->rows[row];
     const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
     const bool in_double = r->weights.type == FLOAT64;
-    l->loops = in_double      ? lamb_loops_double_for(s->isa)
-               : r->inner > 0 ? lamb_blocks_for(s->isa)
-                              : lamb_loops_for(s->isa);
-    l->lr = factors_of(o, r, s->grad_scale, &l->factors);
+    l->loops = r->inner > 0 && !in_double ? lamb_blocks_for(s->isa) : loops_of(s, r);
+    l->factors = factors_of(o, r, s->grad_scale);
     return plan_row(s, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt, false);
 }
 
 static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {
     const LambLocals *l = locals;
     return options_of(s, b->row)->adapt ? l->loops->moments(b, &l->factors, update)
-                                        : l->loops->moments_and_apply(b, &l->factors, l->lr);
+                                        : l->loops->moments_and_apply(b, &l->factors, l->factors.lr);
 }
 
 static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms) {
@@ -94,7 +77,7 @@ static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums tot
 static void second(const LayerRows *s, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
     (void)s;
-    l->loops->apply(b, &l->factors, l->lr * ratio, update);
+    l->loops->apply(b, &l->factors, l->factors.lr * ratio, update);
 }
 
 LAYER_STEP(bighorn_lamb_step, LambOptions, second)

@@ -5,26 +5,13 @@
 
 #include <math.h>
 
-TABLE_PER_ISA(LarsLoops, lars_loops)
-TABLE_PER_ISA(LarsLoops, lars_loops_double)
-
-typedef struct {
-    LayerCopies copies;
-    const LarsLoops *loops;
-    LarsFactors factors;
-} LarsLocals;
-
-_Static_assert(sizeof(LarsLocals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");
-
-static const LarsOptions *options_of(const LayerRows *s, const LayerRow *row) {
-    return (const LarsOptions *)s->options + row->options;
-}
+LAYER_LOCALS(Lars, lars)
 
 static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
     const LayerRow *r = &s->rows[row];
     const LarsOptions *o = options_of(s, r);
     LarsLocals *l = locals;
-    l->loops = r->weights.type == FLOAT64 ? lars_loops_double_for(s->isa) : lars_loops_for(s->isa);
+    l->loops = loops_of(s, r);
     l->factors = (LarsFactors){
         .grad_scale = o->maximize ? -s->grad_scale : s->grad_scale,
         .weight_decay = o->weight_decay,

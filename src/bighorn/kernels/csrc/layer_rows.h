@@ -135,6 +135,26 @@ static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch,
     return info;
 }
 
+/* ---- an optimizer's rows --------------------------------------------------------------------------------- */
+
+/* Declares what a thread computes once per row of an optimizer, NameLocals, and the functions that find a row's options
+ * and the loops of its arithmetic. The optimizer has NameOptions, NameFactors, and NameLoops in two tables. */
+#define LAYER_LOCALS(Name, name)                                                                          \
+    TABLE_PER_ISA(Name##Loops, name##_loops)                                                              \
+    TABLE_PER_ISA(Name##Loops, name##_loops_double)                                                       \
+    typedef struct {                                                                                      \
+        LayerCopies copies;                                                                               \
+        const Name##Loops *loops;                                                                         \
+        Name##Factors factors;                                                                            \
+    } Name##Locals;                                                                                       \
+    _Static_assert(sizeof(Name##Locals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");        \
+    static inline const Name##Options *options_of(const LayerRows *s, const LayerRow *row) {              \
+        return (const Name##Options *)s->options + row->options;                                          \
+    }                                                                                                     \
+    static inline const Name##Loops *loops_of(const LayerRows *s, const LayerRow *row) {                  \
+        return row->weights.type == FLOAT64 ? name##_loops_double_for(s->isa) : name##_loops_for(s->isa); \
+    }
+
 /* ---- the call -------------------------------------------------------------------------------------------- */
 
 /* The largest number of chunks in any of the rows in `order`, or in any row if that is NULL. */

@@ -17,9 +17,6 @@ from bighorn.kernels.triton.tables import Uploads
 class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
     """Rows that share compiled kernels, first those of the second pass, which omits rows without a trust ratio."""
 
-    first = "lamb_factors", "lamb_moments"
-    second = "lamb_norms", "lamb_apply"
-
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:

@@ -188,3 +188,6 @@ def bounded(value, low, high):
     """Return a scalar clamped to two numbers in memory; a NaN remains NaN."""
     value = tl.where(value < tl.load(low), tl.load(low), value)
     return tl.where(value > tl.load(high), tl.load(high), value)
+
+
+PASSES = (lamb_factors, lamb_moments), (lamb_norms, lamb_apply)

@@ -106,3 +106,6 @@ def step(x, g, moments, numbers, place, VECTOR: tl.constexpr, mode):
 def decayed(x, g, decay):
     """Return a block of g with its decay; a decay of 0 is not added, as in every backend."""
     return g + tl.where(decay == 0, 0.0, decay * x)  # LARS-u, without its factor
+
+
+PASSES = (lars_norms,), (lars_ratio, lars_apply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,6 @@ FORMS = {
 class LayerLaunchGroup(LaunchGroup[Options]):
     """Rows that share compiled kernels, and the sums of their chunks."""
 
-    first: ClassVar[tuple[str, ...]]
-    """The kernels of the first pass, which leaves the sums of each chunk."""
-
-    second: ClassVar[tuple[str, ...]]
-    """Those of the second pass, from the totals of these sums: for shards those of all ranks, else computed there."""
-
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
@@ -47,15 +41,15 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self.width, rows, chunks = layer_kernels.SUMS.value, len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
         self.factors = torch.empty(layer_kernels.FACTOR.value * rows, dtype=torch.float64, device=self.device)
-        kernels = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels")
-        self.passes = [[getattr(kernels, name) for name in names] for names in (self.first, self.second)]
+        # The first pass leaves the sums of each chunk; the second takes their totals, for shards those of all ranks.
+        self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Any) -> dict[str, Any]:
         """See `LaunchGroup.compiled_for`; the dtype of the first moment determines that of the second."""
         from bighorn.kernels.triton.common_kernels import LANES
 
-        m_form, v_form = FORMS[m] if getattr(options, "blocks", False) else ("", "")
+        m_form, v_form = FORMS[m] if options.blocks else ("", "")
         # A thread moves 16 bytes of the widest dtype: with more, the narrow ones would pass through shared memory.
         narrow = all(dtype.itemsize == 2 for dtype in (x, g, m)) and options.weight_rounding == "nearest"
         return {
@@ -69,7 +63,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
     def chunks_of(x: Tensor, options: Any) -> int:
         """See `LaunchGroup.chunks_of`; all blocks of codes count as full ones."""
         codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
-        return max(1, -(-(codes if getattr(options, "blocks", False) else x.numel()) // CHUNK))
+        return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; `layer_kernels.py` numbers the columns."""
@@ -95,14 +89,16 @@ class LayerLaunchGroup(LaunchGroup[Options]):
 class LayerwiseStepper(Stepper[Options]):
     """A layer-wise optimizer for some buckets on one device."""
 
+    group = LayerLaunchGroup
+
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        reason, in_blocks = unsupported(param), getattr(options, "blocks", False)
-        if in_blocks and param.dtype == torch.float64:
+        reason = unsupported(param)
+        if options.blocks and param.dtype == torch.float64:
             return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
         if (
-            in_blocks
+            options.blocks
             and not reason
             and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
         ):

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
 PAGE = DOCS / "study-equal-tuning.md"
 TABLES = re.compile(
-    r"(<!-- (equal tuning|four rates|summary|pairs|sensitivity) of (\S+) -->\n).*?(<!-- end of the table -->)",
+    r"(<!-- (equal tuning|four rates|summary|pairs|decays|sensitivity) of (\S+) -->\n).*?(<!-- end of the table -->)",
     re.DOTALL,
 )
 
@@ -192,11 +192,19 @@ def _command(saved: dict[str, Any]) -> list[str]:
     return ["```bash", " \\\n  ".join(wrapped), "```", ""]
 
 
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def _about(name: str) -> list[str]:
     saved = load(name)
     config = saved["config"]
     added = "".join(
-        f"; {more['seeds']} more seeds for each, from commit {more['commit'][:7]}"
+        f"; {_listed(tuned['optimizers'])} as that of commit {tuned['commit'][:7]}"
+        for tuned in saved.get("tuned_again", ())
+    )
+    added += "".join(
+        f"; {_listed(more['optimizers'])} with {more['seeds']} seeds by commit {more['commit'][:7]}"
         for more in saved.get("more_seeds", ())
     )
     return [
@@ -285,6 +293,28 @@ def pairs(words: str) -> str:
     return "\n".join(_markdown(["batch", first, second, "difference"], rows)) + "\n"
 
 
+def decays(names: str) -> str:
+    """Return how far the search of one decay more moved the metric of each optimizer that was tuned again."""
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for name in names.split(","):
+        before = {(cell["name"], cell["config"]["batch_size"]): Cell(cell, 0) for cell in load(name)["before"]}
+        for batch, row in cells_of(name).items():
+            pairs = [(cell, old) for cell in row if (old := before.get((cell.name, batch)))]
+            found[name, batch] = {cell.name: _moved(cell, old, len(pairs)) for cell, old in pairs}
+    columns = list(dict.fromkeys(each for row in found.values() for each in row))
+    rows = [
+        [f"{name.removeprefix('equal-')} at {batch:,}", *(row.get(each, "") for each in columns)]
+        for (name, batch), row in found.items()
+    ]
+    return "\n".join(_markdown(["study", *columns], rows)) + "\n"
+
+
+def _moved(cell: Cell, old: Cell, comparisons: int) -> str:
+    then = old.finals
+    seeds = [seed for seed in cell.finals if seed in then]
+    return _difference(cell.metric, interval([cell.finals[seed] - then[seed] for seed in seeds], comparisons))
+
+
 def sensitivity(name: str) -> str:
     """Return how far each change of an option moves the loss of each optimizer, and its steps with a spike."""
     saved = load(name)
@@ -312,6 +342,7 @@ KINDS = {
     "four rates": rates_table,
     "summary": summary,
     "pairs": pairs,
+    "decays": decays,
     "sensitivity": sensitivity,
 }
 

@@ -26,7 +26,7 @@ from bighorn.cli import run_queue, search, workers
 from bighorn.cli.compare import WIDEST, CompareConfig, prepare
 from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
-from bighorn.cli.optimizers import CONTESTANTS
+from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.cli.search import Search
 from bighorn.cli.space import Entry, read_spaces
@@ -557,6 +557,14 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
     )
     for option in ("lr", "betas", "momentum", "eps"):
         assert first.get(option) == pytest.approx(plain.get(option)), option
+
+
+def test_one_decay_of_each_optimizer_is_searched() -> None:
+    """So that each has as many options; Adafactor has neither beta2 nor momentum."""
+    decays = {
+        name: [key for key in each.space if "beta" in key or "momentum" in key] for name, each in OPTIMIZERS.items()
+    }
+    assert {name for name, each in decays.items() if len(each) != 1} == {"adafactor"}
 
 
 @for_every(

@@ -33,8 +33,12 @@ def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
         assert {len(cell["tuning"]) for cell in saved["cells"]} == {saved["config"]["trials"]}
         assert {len(cell["final"]) for cell in saved["cells"]} == {saved["config"]["seeds"]}
         added = saved.get("more_seeds", [])
-        assert {len(cell.get("more", [])) for cell in saved["cells"]} == {sum(more["seeds"] for more in added)}
-        assert all(more["clean"] for more in added)
+        seeds = {optimizer: more["seeds"] for more in added for optimizer in more["optimizers"]}
+        for row in equal_tuning.cells_of(name).values():
+            assert {len(cell.finals) for cell in row} == {
+                seeds.get(cell.name, saved["config"]["seeds"]) for cell in row
+            }
+        assert all(more["clean"] for more in [*added, *saved.get("tuned_again", [])])
 
 
 def test_the_verdicts_at_equal_tuning_are_those_of_the_pages() -> None:

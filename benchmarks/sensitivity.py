@@ -2,9 +2,9 @@
 
     python benchmarks/sensitivity.py TEXT_FILE JSON
 
-Each optimizer has the options that its trials in equal-characters.json chose at the smallest batch, then one of
+Each optimizer has the options that its trials in one of :data:`STUDIES` chose at the smallest batch, then one of
 :data:`CHANGES`, with the same five seeds. Spikes are counted, too: the steps whose loss is a fifth above the mean of
-the ten steps before.
+the ten steps before. Runs that JSON has already, with the same options, are not made again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,20 @@ from bighorn.cli.tasks import fingerprint, load
 from bighorn.tasks import defaults
 from equal_tuning import cells_of
 
-STUDY, SEEDS = "equal-characters", range(1, 6)
-NAMES = ("adamw", "lamb", "came-corrected", "adafactor")
+STUDIES = {
+    **dict.fromkeys(("adamw", "lamb", "came-corrected", "adafactor"), "equal-characters"),
+    **dict.fromkeys(("nesterov", "lars"), "equal-gpt"),
+}
+"""The comparison that has the options of each optimizer."""
+
+SEEDS = range(1, 6)
 
 EPS = {
     "adamw": ("eps=1e-6", "eps=1e-4"),
     "lamb": ("eps=1e-4", "eps=1e-2"),
     "came-corrected": ("eps=(1e-30, 1e-14)", "eps=(1e-30, 1e-12)"),
     "adafactor": ("eps=(1.2e-5, 1e-3)", "eps=(1.2e-3, 1e-3)"),
+    "lars": ("eps=1e-6", "eps=1e-4"),
 }
 """A hundred and ten thousand times the default eps: of CAME its second one, of Adafactor its first."""
 
@@ -48,7 +54,7 @@ CHANGES = (
 )
 """In bf16 are weights, gradients and, of torch's optimizers, the state. Torch's round to the nearest alone."""
 
-OURS = ("lamb", "came-corrected")
+OURS = ("lamb", "came-corrected", "lars")
 WINDOW, SPIKE = 10, 1.2
 
 
@@ -64,7 +70,7 @@ def changed(name: str, tuned: RunConfig, change: str) -> RunConfig | None:
         assert tuned.lr is not None
         return replace(tuned, lr=tuned.lr * int(factor))
     if kind == "eps":
-        return _with(tuned, EPS[name][factor != "100"])
+        return _with(tuned, EPS[name][factor != "100"]) if name in EPS else None
     if kind == "no warm-up":
         return replace(tuned, warmup="0")
     if kind == "bf16, stochastic":
@@ -102,26 +108,30 @@ def made(config: RunConfig) -> dict[str, Any]:
 
 
 def main(data: str, result: str) -> None:
-    """Make all runs, and write them."""
+    """Make the runs that are not there, and write all."""
     about = provenance("python benchmarks/sensitivity.py TEXT_FILE JSON")
-    tuned = {cell.name: cell.config(data) for cell in next(iter(cells_of(STUDY).values())) if cell.name in NAMES}
-    configs = {
-        (name, change): config
-        for name in NAMES
-        for change in CHANGES
-        if (config := changed(name, tuned[name], change)) is not None
-    }
+    saved = json.loads(Path(result).read_text()) if Path(result).exists() else {"changed": []}
+    made_before = {(cell["name"], cell["change"]): cell for cell in saved["changed"]}
     cells: list[dict[str, Any]] = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        futures = {
-            key: [pool.submit(made, replace(config, seed=seed)) for seed in SEEDS] for key, config in configs.items()
-        }
-        for (name, change), runs in futures.items():
-            found = [run.result() for run in runs]
-            print(name, change, *(run["loss"] for run in found), flush=True)
-            options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
-            cells.append({"name": name, "change": change, "config": options, "runs": found})
-    task = load(tuned[NAMES[0]].task, data)
+        for name, study in STUDIES.items():
+            tuned = next(cell for cell in next(iter(cells_of(study).values())) if cell.name == name).config(data)
+            for change in CHANGES:
+                if (config := changed(name, tuned, change)) is None:
+                    continue
+                options = {key: value for key, value in json.loads(json.dumps(asdict(config))).items() if key != "data"}
+                before = made_before.get((name, change))
+                if before is not None and before["config"] == options:
+                    cells.append({"commit": saved["commit"], **before})
+                    continue
+                runs = [pool.submit(made, replace(config, seed=seed)) for seed in SEEDS]
+                cells.append(
+                    {"name": name, "change": change, "commit": about["commit"], "config": options, "runs": runs}
+                )
+        for cell in cells:
+            cell["runs"] = [run.result() if isinstance(run, Future) else run for run in cell["runs"]]
+            print(cell["name"], cell["change"], *(run["loss"] for run in cell["runs"]), flush=True)
+    task = load(tuned.task, data)
     of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
     Path(result).write_text(json.dumps({**about, "data": of, "changed": cells}, indent=1) + "\n")
 

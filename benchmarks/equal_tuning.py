@@ -332,11 +332,8 @@ def sensitivity(name: str) -> str:
 
     rows = [[tuned, *(text("loss", statistics.fmean(losses[column, tuned])) for column in columns)]]
     rows += [[change, *(moved(column, change) for column in columns)] for change in changes]
-    commits: dict[str, list[str]] = {}
-    for cell in saved["changed"]:
-        commits.setdefault(cell["commit"][:7], []).append(cell["name"])
-    about = "; ".join(f"{_listed(list(dict.fromkeys(names)))} commit {commit}" for commit, names in commits.items())
-    about = f"{saved['data']['description']}; {about} ([all runs](../benchmarks/results/{name}.json))."
+    about = f"{saved['data']['description']}; commit {saved['commit'][:7]}"
+    about += f" ([all runs](../benchmarks/results/{name}.json))."
     return "\n".join([*_command(saved), about, "", *_markdown(["change", *columns], rows)]) + "\n"
 
 

@@ -1,10 +1,10 @@
 """What changes when an option of a tuned optimizer is changed: the last table in docs/study-equal-tuning.md.
 
-    python benchmarks/sensitivity.py TEXT_FILE JSON
+    python benchmarks/sensitivity.py STUDY TEXT_FILE JSON
 
-Each optimizer has the options that its trials in one of :data:`STUDIES` chose at the smallest batch, then one of
+Each optimizer has the options that its trials in STUDY chose at the smallest batch, then one of
 :data:`CHANGES`, with the same five seeds. Spikes are counted, too: the steps whose loss is a fifth above the mean of
-the ten steps before. Runs that JSON has already, with the same options, are not made again.
+the ten steps before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import statistics
 import sys
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,8 @@ from bighorn.cli.tasks import fingerprint, load
 from bighorn.tasks import defaults
 from equal_tuning import cells_of
 
-STUDIES = {
-    **dict.fromkeys(("adamw", "lamb", "came-corrected", "adafactor"), "equal-characters"),
-    **dict.fromkeys(("nesterov", "lars"), "equal-gpt"),
-}
-"""The comparison that has the options of each optimizer."""
+NAMES = {"equal-characters": ("adamw", "lamb", "came-corrected", "adafactor"), "equal-gpt": ("nesterov", "lars")}
+"""The optimizers by study: that of the smaller GPT has neither momentum nor LARS."""
 
 SEEDS = range(1, 6)
 
@@ -107,31 +104,27 @@ def made(config: RunConfig) -> dict[str, Any]:
     return {"seed": config.seed, "loss": loss if math.isfinite(loss) else None, "spikes": spikes(run.history.loss)}
 
 
-def main(data: str, result: str) -> None:
-    """Make the runs that are not there, and write all."""
-    about = provenance("python benchmarks/sensitivity.py TEXT_FILE JSON")
-    saved = json.loads(Path(result).read_text()) if Path(result).exists() else {"changed": []}
-    made_before = {(cell["name"], cell["change"]): cell for cell in saved["changed"]}
+def main(study: str, data: str, result: str) -> None:
+    """Make all runs, and write them."""
+    about = provenance(f"python benchmarks/sensitivity.py {study} TEXT_FILE JSON")
+    tuned = {cell.name: cell.config(data) for cell in next(iter(cells_of(study).values())) if cell.name in NAMES[study]}
+    configs = {
+        (name, change): config
+        for name in tuned
+        for change in CHANGES
+        if (config := changed(name, tuned[name], change)) is not None
+    }
     cells: list[dict[str, Any]] = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        for name, study in STUDIES.items():
-            tuned = next(cell for cell in next(iter(cells_of(study).values())) if cell.name == name).config(data)
-            for change in CHANGES:
-                if (config := changed(name, tuned, change)) is None:
-                    continue
-                options = {key: value for key, value in json.loads(json.dumps(asdict(config))).items() if key != "data"}
-                before = made_before.get((name, change))
-                if before is not None and before["config"] == options:
-                    cells.append({"commit": saved["commit"], **before})
-                    continue
-                runs = [pool.submit(made, replace(config, seed=seed)) for seed in SEEDS]
-                cells.append(
-                    {"name": name, "change": change, "commit": about["commit"], "config": options, "runs": runs}
-                )
-        for cell in cells:
-            cell["runs"] = [run.result() if isinstance(run, Future) else run for run in cell["runs"]]
-            print(cell["name"], cell["change"], *(run["loss"] for run in cell["runs"]), flush=True)
-    task = load(tuned.task, data)
+        futures = {
+            key: [pool.submit(made, replace(config, seed=seed)) for seed in SEEDS] for key, config in configs.items()
+        }
+        for (name, change), runs in futures.items():
+            found = [run.result() for run in runs]
+            print(name, change, *(run["loss"] for run in found), flush=True)
+            options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
+            cells.append({"name": name, "change": change, "config": options, "runs": found})
+    task = load(next(iter(tuned.values())).task, data)
     of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
     Path(result).write_text(json.dumps({**about, "data": of, "changed": cells}, indent=1) + "\n")
 

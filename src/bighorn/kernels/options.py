@@ -77,7 +77,7 @@ class KernelOptions:
     blocks: bool = False
     """Whether moments are kept in blocks, as in `kernels/codec.py`."""
     packed: bool = False
-    """Whether the first one is kept in codes of 4 bits."""
+    """Whether the first moment is kept in codes of 4 bits."""
 
 
 Options = TypeVar("Options", bound=KernelOptions)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bighorn.arguments import Check, choice, count, dtype_among, flag, learning_rate, schedulable, weight_decay
-from bighorn.kernels.options import KernelOptions, Options, checks_of
+from bighorn.kernels.options import Options, checks_of
 from bighorn.optim.state import (
     MOMENT_DTYPES,
     StateSpec,
@@ -69,7 +69,7 @@ class Algorithm(ABC, Generic[Options]):
     name: ClassVar[str]
     """The name in kernels, in messages and in the table of checkpoint formats."""
 
-    kernel_options_type: ClassVar[type[Any]] = KernelOptions
+    kernel_options_type: ClassVar[type[Any]]
     """The dataclass of kernel options. Each field with a check is an option of a group, passed on unchanged."""
 
     group_options: ClassVar[Mapping[str, Check]]
@@ -87,7 +87,13 @@ class Algorithm(ABC, Generic[Options]):
     passed_on: ClassVar[tuple[str, ...]]
     """The options that kernels receive unchanged from the group."""
 
+    known: ClassVar[list[type[Algorithm[Any]]]] = []
+    """All algorithms, whose options messages about unknown ones name."""
+
     def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "name"):
+            return  # a base of algorithms
+        Algorithm.known.append(cls)
         checks = checks_of(cls.kernel_options_type)
         # The options of groups come first, as in messages, and their checks take precedence.
         cls.options = {**cls.group_options, **checks, **cls.group_options}
@@ -155,7 +161,7 @@ class Algorithm(ABC, Generic[Options]):
 
 
 class LayerwiseAlgorithm(Algorithm[Options]):
-    """The options, state tensors and kernel options of an optimizer with a trust ratio, whose state is one moment."""
+    """The options, state tensors and kernel options of an optimizer with a trust ratio; one moment by default."""
 
     block_dtypes = ("float16", "int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
@@ -167,23 +173,25 @@ class LayerwiseAlgorithm(Algorithm[Options]):
     }
     group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
 
-    def dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
+    def moment_dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
         """The dtype of each moment, or of its codes."""
         return {"exp_avg": moments_dtype(param, group["state_dtype"])}
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The moments, in one dtype or in blocks."""
         in_blocks = group["state_dtype"] in self.block_dtypes
-        return moments_spec(param, self.dtypes(group, param), in_blocks, int(group["stacked"]), group["min_8bit_size"])
+        return moments_spec(
+            param, self.moment_dtypes(group, param), in_blocks, int(group["stacked"]), group["min_8bit_size"]
+        )
 
     def kernel_options(self, group: Group, variant: Variant) -> Options:
         """The options of the group, and whether the bucket has a trust ratio."""
         shared = self.shared_options(group, variant)
         adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        options: Options = self.kernel_options_type(adapt=adapt and self.adapts(group), **shared)
+        options: Options = self.kernel_options_type(adapt=adapt and self.has_trust_ratio(group), **shared)
         return options
 
-    def adapts(self, group: Group) -> bool:
+    def has_trust_ratio(self, group: Group) -> bool:
         """Whether the algorithm's own options leave a group its trust ratio."""
         del group
         return True

@@ -60,7 +60,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
             )
         return super().unsupported_reason(group, param)
 
-    def dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
+    def moment_dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
         """The dtypes of both moments, and of the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
@@ -68,7 +68,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
             dtypes["exp_avg_sq"] = torch.uint8
         return dtypes
 
-    def adapts(self, group: Group) -> bool:
+    def has_trust_ratio(self, group: Group) -> bool:
         """Adam has no trust ratio."""
         return not group["adam"]
 

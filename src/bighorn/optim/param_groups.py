@@ -165,7 +165,7 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
             continue
         if key in NOT_OURS:
             refuse_unknown([key], options, where)
-        for other in Algorithm.__subclasses__():
+        for other in Algorithm.known:
             if key in other.options:
                 name = other.name.capitalize()
                 raise TypeError(

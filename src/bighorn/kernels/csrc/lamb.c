@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-LAYER_LOCALS(Lamb, lamb)
+LAYER_OPTIMIZER(Lamb, lamb)
 TABLE_PER_ISA(LambLoops, lamb_blocks)
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */

@@ -10,7 +10,7 @@ typedef struct {
     double grad_scale, l2;                /* g <- grad_scale * g + l2 * x */
     double beta1, beta3, beta2, beta4;    /* m <- beta1 m + beta3 g;  v <- beta2 v + beta4 g^2 */
     double correction, eps, weight_decay; /* r = correction * m / (sqrt(v) + eps);  u = r + weight_decay * x */
-    double lr;                            /* multiplies u, as the trust ratio does: step = lr * ratio */
+    double lr;                            /* for lamb.c, which passes step = lr * ratio to the loops */
     double decay;                         /* x <- decay * x - step * u */
     uint32_t rng_key, dither;             /* the key of the random bits, and the dither phase */
 } LambFactors;

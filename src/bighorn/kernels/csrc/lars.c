@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-LAYER_LOCALS(Lars, lars)
+LAYER_OPTIMIZER(Lars, lars)
 
 static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
     const LayerRow *r = &s->rows[row];

@@ -137,9 +137,10 @@ static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch,
 
 /* ---- an optimizer's rows --------------------------------------------------------------------------------- */
 
-/* Declares what a thread computes once per row of an optimizer, NameLocals, and the functions that find a row's options
- * and the loops of its arithmetic. The optimizer has NameOptions, NameFactors, and NameLoops in two tables. */
-#define LAYER_LOCALS(Name, name)                                                                          \
+/* Declares for an optimizer, whose types are NameOptions, NameFactors and NameLoops: the tables of its loops for each
+ * instruction set, in float32 and float64; NameLocals, what a thread computes once per row; and the functions
+ * `options_of` and `loops_of`, which find the options and the loops of a row. */
+#define LAYER_OPTIMIZER(Name, name)                                                                       \
     TABLE_PER_ISA(Name##Loops, name##_loops)                                                              \
     TABLE_PER_ISA(Name##Loops, name##_loops_double)                                                       \
     typedef struct {                                                                                      \

@@ -27,7 +27,11 @@ FORMS = {
 
 
 class LayerLaunchGroup(LaunchGroup[Options]):
-    """Rows that share compiled kernels, and the sums of their chunks."""
+    """Rows that share compiled kernels, and the sums of their chunks.
+
+    The module of an algorithm's kernels has `PASSES`: the kernels of the first pass, which leaves the sums of each
+    chunk, and those of the second, which takes their totals, for shards those of all ranks.
+    """
 
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
@@ -41,7 +45,6 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self.width, rows, chunks = layer_kernels.SUMS.value, len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
         self.factors = torch.empty(layer_kernels.FACTOR.value * rows, dtype=torch.float64, device=self.device)
-        # The first pass leaves the sums of each chunk; the second takes their totals, for shards those of all ranks.
         self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES
 
     @staticmethod

@@ -188,7 +188,8 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _command(saved: dict[str, Any]) -> list[str]:
-    wrapped = textwrap.wrap(saved["command"], 80, break_long_words=False, break_on_hyphens=False)
+    command = saved.get("command_now", saved["command"])  # that of today which asks the same
+    wrapped = textwrap.wrap(command, 80, break_long_words=False, break_on_hyphens=False)
     return ["```bash", " \\\n  ".join(wrapped), "```", ""]
 
 
@@ -204,7 +205,7 @@ def _about(name: str) -> list[str]:
         for tuned in saved.get("tuned_again", ())
     )
     added += "".join(
-        f"; {_listed(more['optimizers'])} with {more['seeds']} seeds by commit {more['commit'][:7]}"
+        f"; {more['seeds']} seeds for {_listed(more['optimizers'])} by commit {more['commit'][:7]}"
         for more in saved.get("more_seeds", ())
     )
     return [
@@ -294,13 +295,14 @@ def pairs(words: str) -> str:
 
 
 def decays(names: str) -> str:
-    """Return how far the search of one decay more moved the metric of each optimizer that was tuned again."""
+    """Return how far each optimizer's metric moved when it was tuned again, corrected for those of the same batch."""
     found: dict[tuple[str, int], dict[str, str]] = {}
     for name in names.split(","):
-        before = {(cell["name"], cell["config"]["batch_size"]): Cell(cell, 0) for cell in load(name)["before"]}
+        old_cells = [Cell(each, CLASSES.get(name, 10)) for each in load(name)["before"]]
+        before = {(cell.name, cell.batch): cell for cell in old_cells}
         for batch, row in cells_of(name).items():
-            pairs = [(cell, old) for cell in row if (old := before.get((cell.name, batch)))]
-            found[name, batch] = {cell.name: _moved(cell, old, len(pairs)) for cell, old in pairs}
+            tuned_again = [(cell, old) for cell in row if (old := before.get((cell.name, batch)))]
+            found[name, batch] = {cell.name: _retuned(cell, old, len(tuned_again)) for cell, old in tuned_again}
     columns = list(dict.fromkeys(each for row in found.values() for each in row))
     rows = [
         [f"{name.removeprefix('equal-')} at {batch:,}", *(row.get(each, "") for each in columns)]
@@ -309,7 +311,7 @@ def decays(names: str) -> str:
     return "\n".join(_markdown(["study", *columns], rows)) + "\n"
 
 
-def _moved(cell: Cell, old: Cell, comparisons: int) -> str:
+def _retuned(cell: Cell, old: Cell, comparisons: int) -> str:
     then = old.finals
     seeds = [seed for seed in cell.finals if seed in then]
     return _difference(cell.metric, interval([cell.finals[seed] - then[seed] for seed in seeds], comparisons))

@@ -2,7 +2,7 @@
 
     python benchmarks/more_seeds.py equal-resnet 15 --data DIR
 
-All cells have 15 then, whatever came of those before, and the file says which commit added them. Then
+All cells have as many then, whatever came of those before, and the file says which commit added them. Then
 `python benchmarks/equal_tuning.py` writes the page.
 """
 
@@ -38,8 +38,10 @@ def main(study: str, seeds: int, data: str | None, processes: int) -> None:
     about = provenance(f"python benchmarks/more_seeds.py {study} {seeds} --data DIR")
     saved = load_file(study)
     cells = [Cell(each, CLASSES.get(study, 10)) for each in saved["cells"]]
-    few = [cell for cell in cells if len(cell.finals) < seeds]
-    repeats = [Repeat(study, cell, cell.config(data), cell.new_seeds(seeds - len(cell.finals))) for cell in few]
+    short_of_seeds = [cell for cell in cells if len(cell.finals) < seeds]
+    repeats = [
+        Repeat(study, cell, cell.config(data), cell.new_seeds(seeds - len(cell.finals))) for cell in short_of_seeds
+    ]
     if not repeats:
         raise SystemExit(f"All cells of {study} have {seeds} seeds.")
     if message := wrong_data(study, repeats[0]):
@@ -53,7 +55,7 @@ def main(study: str, seeds: int, data: str | None, processes: int) -> None:
             cell = repeat.cell
             cell.saved["more"] = cell.saved.get("more", []) + [each.result() for each in runs]
             print(cell.name, cell.batch, len(runs), "more", flush=True)
-    names = list(dict.fromkeys(cell.name for cell in few))
+    names = list(dict.fromkeys(cell.name for cell in short_of_seeds))
     saved["more_seeds"] = [*saved.get("more_seeds", []), {"seeds": seeds, "optimizers": names, **about}]
     write_json(RESULTS / f"{study}.json", saved)
 

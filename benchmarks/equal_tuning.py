@@ -328,7 +328,9 @@ def sensitivity(name: str) -> str:
         if (column, change) not in runs:
             return ""
         pairs = zip(losses[column, change], losses[column, tuned], strict=True)
+        diverged = sum(not math.isfinite(loss) for loss in losses[column, change])
         words = _difference("loss", interval([new - old for new, old in pairs], len(changes)))
+        words = f"{diverged} of {len(losses[column, change])} diverged" if diverged else words
         spikes = sum(run["spikes"] for run in runs[column, change])
         return f"{words}, {spikes} spike{'s' * (spikes != 1)}" if spikes else words
 

@@ -302,19 +302,15 @@ def decays(names: str) -> str:
         before = {(cell.name, cell.batch): cell for cell in old_cells}
         for batch, row in cells_of(name).items():
             tuned_again = [(cell, old) for cell in row if (old := before.get((cell.name, batch)))]
-            found[name, batch] = {cell.name: _retuned(cell, old, len(tuned_again)) for cell, old in tuned_again}
+            found[name, batch] = {
+                cell.name: _difference(cell.metric, cell.ahead(old, len(tuned_again))) for cell, old in tuned_again
+            }
     columns = list(dict.fromkeys(each for row in found.values() for each in row))
     rows = [
         [f"{name.removeprefix('equal-')} at {batch:,}", *(row.get(each, "") for each in columns)]
         for (name, batch), row in found.items()
     ]
     return "\n".join(_markdown(["study", *columns], rows)) + "\n"
-
-
-def _retuned(cell: Cell, old: Cell, comparisons: int) -> str:
-    then = old.finals
-    seeds = [seed for seed in cell.finals if seed in then]
-    return _difference(cell.metric, interval([cell.finals[seed] - then[seed] for seed in seeds], comparisons))
 
 
 def sensitivity(name: str) -> str:
@@ -327,10 +323,12 @@ def sensitivity(name: str) -> str:
     def moved(column: str, change: str) -> str:
         if (column, change) not in runs:
             return ""
-        pairs = zip(losses[column, change], losses[column, tuned], strict=True)
-        diverged = sum(not math.isfinite(loss) for loss in losses[column, change])
-        words = _difference("loss", interval([new - old for new, old in pairs], len(changes)))
-        words = f"{diverged} of {len(losses[column, change])} diverged" if diverged else words
+        here = losses[column, change]
+        diverged = sum(not math.isfinite(loss) for loss in here)
+        moves = [new - old for new, old in zip(here, losses[column, tuned], strict=True)]
+        words = _difference("loss", interval(moves, len(changes)))
+        if diverged:
+            words = f"{diverged} of {len(here)} diverged"
         spikes = sum(run["spikes"] for run in runs[column, change])
         return f"{words}, {spikes} spike{'s' * (spikes != 1)}" if spikes else words
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check docs dist cross cross-wheels format clean
+.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -20,8 +20,9 @@ help:
 	@echo "make integrations   install trainers of others and run the tests in them, minutes"
 	@echo "make gpu     on a machine with one: tests and benchmarks that need it, into build/gpu (STEPS=smoke, RESULTS=folder)"
 	@echo "make ledger  count what steps do, into benchmarks/results/ledger.json; BECAUSE='the reason' if rows got worse"
-	@echo "make evidence   repeat a tenth of the published comparisons, twelve minutes; MNIST=DIR TEXT=FILE for those that need data"
+	@echo "make evidence   repeat each cell of the published comparisons, ten minutes; MNIST=DIR TEXT=FILE for those that need data"
 	@echo "make check   formatters, linter and type checker alone"
+	@echo "make options   write what the C library knows of optimizers' options, csrc/options.h, from their classes"
 	@echo "make docs    build the site in build/site; a warning is an error"
 	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
 	@echo "make cross   compile the C library for Windows, macOS, ARM and musl, and run its steps under qemu and Wine"
@@ -63,6 +64,11 @@ check: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# Without the library, whose sources may wait for what this writes.
+options:
+	test -x $(BIN)/python || $(MAKE) $(STAMP)
+	$(BIN)/python -m tests.csrc.options_header
 
 format: $(STAMP)
 	$(BIN)/ruff format

@@ -62,7 +62,7 @@ int main(int count, char **arguments) {
         .weight_norm_bounds = {0, INFINITY},
         .trust_ratio_bounds = {0, INFINITY},
         .adapt = 1,
-        .bias_correction = BIAS_CORRECTION_MOMENTS,
+        .bias_correction = BIAS_CORRECTION_TRUE,
         .grad_averaging = 1,
     };
     const LarsOptions lars_options = {

@@ -14,6 +14,7 @@ import pytest
 import bighorn
 from bighorn import kernels
 from bighorn.kernels.cpu import abi, library
+from tests.csrc import options_header
 from tests.csrc.compare import differences
 
 HERE = Path(__file__).parent
@@ -85,11 +86,16 @@ def test_structures_have_the_fields_that_this_package_knows() -> None:
     """After a change of abi.h, this number is the new `abi.VERSION`."""
     fields = abi.fields_of(library.loaded())
     assert abi.checksum(fields) == abi.VERSION
-    assert abi.unknown_options(library.STRUCTURES) == []
+    assert abi.unknown_options(fields) == []
+
+
+@pytest.mark.skipif(library.sources() is None, reason="the package has no C sources")
+def test_options_in_c_are_those_of_the_classes() -> None:
+    assert options_header.HEADER.read_text() == options_header.written(), "run `make options`"
 
 
 @needs_the_library
-@pytest.mark.parametrize("change", ["type", "order", "added", "removed", "option", "unknown"])
+@pytest.mark.parametrize("change", ["type", "order", "added", "removed", "option", "option-type", "unknown"])
 def test_a_library_of_another_build_is_refused(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = abi.fields_of(library.loaded())
     structure, name, _ = fields[0]
@@ -99,6 +105,7 @@ def test_a_library_of_another_build_is_refused(change: str, monkeypatch: pytest.
         "added": [*fields, (fields[-1][0], "another", "int32_t")],
         "removed": fields[:-1],
         "option": [(of, "momentum" if name == "betas" else name, kind) for of, name, kind in fields],
+        "option-type": [(of, name, "int32_t" if name == "betas" else kind) for of, name, kind in fields],
         "unknown": [(structure, name, "complex"), *fields[1:]],
     }[change]
     monkeypatch.setattr(abi, "fields_of", lambda _: tuple(changed))

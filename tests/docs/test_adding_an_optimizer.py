@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,16 @@ from tests.support.processes import LIMIT
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-an-optimizer.md"
 COMPILER = os.environ.get("CC") or "cc"
-RUN = """
+OF_THE_COPY = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
 sys.path.insert(0, "src")
+"""
+OPTIONS = f"""{OF_THE_COPY}
+from tests.csrc.options_header import HEADER, written
+HEADER.write_text(written())
+"""
+TESTS = f"""{OF_THE_COPY}
 import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "test_lion.py"]))
 """
@@ -43,7 +50,7 @@ def blocks(language: str) -> list[str]:
 def applied_to(package: Path) -> int:
     """Apply the page to a copy of the package, and return the number of lines of the optimizer that are not blank."""
     reference, optim, foreach, cpu, triton, triton_layout, triton_kernels, _ = blocks("py")
-    fields, header, rule, loops, double = blocks("c")
+    header, rule, loops, double = blocks("c")
     new = {
         "optim/lion.py": optim,
         "kernels/reference/lion.py": reference,
@@ -59,16 +66,13 @@ def applied_to(package: Path) -> int:
     }
     for path, text in new.items():
         (package / path).write_text(text)
-    before, last = "#define CAME_OPTIONS_FIELDS", "    STRUCT(CameOptions, CAME_OPTIONS_FIELDS)"
-    structure = f"    STRUCT(LionOptions, LION_OPTIONS_FIELDS) \\\n{last}"
-    edit(package / "kernels" / "csrc" / "abi.h", (before, f"{fields}\n{before}"), (last, structure))
     line = "from bighorn.optim.lars import Lars, LarsTelemetry\n"
     edit(
         package / "__init__.py",
         (line, f"{line}from bighorn.optim.lion import Lion\n"),
         ('    "LossScaler",\n', '    "Lion",\n    "LossScaler",\n'),
     )
-    return sum(bool(line.strip()) for text in (fields, *new.values()) for line in text.splitlines())
+    return sum(bool(line.strip()) for text in new.values() for line in text.splitlines())
 
 
 def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +86,20 @@ def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(command, check=True, timeout=LIMIT)
 
 
+def run(program: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a program in a folder, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if library.sources() is None or shutil.which(COMPILER) is None:
         pytest.skip("needs the C sources and a compiler")
@@ -89,12 +107,9 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path, monkeypatch:
     package = tmp_path / "src" / "bighorn"
     shutil.copytree(Path(bighorn.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     assert applied_to(package) <= MOST_LINES
+    repository = str(PAGE.parents[1])
+    run(OPTIONS, tmp_path, {"PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])})
     compile_library(package, monkeypatch)
     (tmp_path / "test_lion.py").write_text(blocks("py")[-1])
     for interpreted in ({}, {"TRITON_INTERPRET": "1"}):
-        environment = {**os.environ, **interpreted}
-        done = subprocess.run(
-            [sys.executable, "-c", RUN], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "5 passed" in done.stdout
+        assert "5 passed" in run(TESTS, tmp_path, interpreted)

@@ -1,12 +1,13 @@
 """One table per algorithm: the options that kernels get, each with its type, its check and its conversion to C.
 
 A field with a check is an option of a parameter group, and kernels get the group's value; the algorithm computes the
-others (`optim/lamb.py` and its siblings). A field with a conversion is a field of the structure of the same name in
-`csrc/abi.h`.
+others (`optim/lamb.py` and its siblings). A field with a conversion is a field of the structure of the same name in C:
+`make options` writes `csrc/options.h` from these classes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def c_bounds(value: Bounds | None) -> Bounds:
 
 
 def one_of(kind: Any) -> Option:
-    """Return an option for the values of a `Literal`, which in C is the value's index, as in `csrc/abi.h`."""
+    """Return an option for the values of a `Literal`, which in C is the value's index."""
     values = get_args(kind)
     return Option(choice(*values), values.index)
 
@@ -73,7 +74,7 @@ class KernelOptions:
     weight_decay: Annotated[float, Option(c=float)]
     maximize: Annotated[bool, Option(flag, int)]
     weight_rounding: Annotated[Rounding, Option(choice(*ROUNDING_MODES))] = "nearest"
-    rounding_seed: Annotated[int, Option(count, int)] = 0
+    rounding_seed: Annotated[int, Option(count, ctypes.c_uint64)] = 0
     blocks: bool = False
     """Whether moments are kept in blocks, as in `kernels/codec.py`."""
     packed: bool = False
@@ -149,6 +150,25 @@ def table(options: type) -> dict[str, Option]:
     hints = get_type_hints(options, include_extras=True)
     pairs = [(name, each) for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())]
     return {name: each for name, each in pairs if isinstance(each, Option)}
+
+
+C_TYPES: Mapping[Any, str] = {float: "double", c_bounds: "Pair", ctypes.c_uint64: "uint64_t"}
+C_TUPLES = {2: "Pair", 3: "Triple"}
+"""The types of fields in C: by their conversions, those of tuples by their lengths; all others are int32_t."""
+
+
+def c_fields(options: type) -> dict[str, str]:
+    """Return the fields of the structure of a class in C, each with its type.
+
+    Example:
+        >>> c_fields(KernelOptions)
+        {'lr': 'double', 'weight_decay': 'double', 'maximize': 'int32_t', 'rounding_seed': 'uint64_t'}
+    """
+    hints, conversions = get_type_hints(options), {name: each.c for name, each in table(options).items() if each.c}
+    return {
+        name: C_TUPLES[len(get_args(hints[name]))] if convert is tuple else C_TYPES.get(convert, "int32_t")
+        for name, convert in conversions.items()
+    }
 
 
 def checks_of(options: type) -> dict[str, Check]:

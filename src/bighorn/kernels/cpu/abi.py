@@ -12,7 +12,7 @@ from typing import Any
 from bighorn.kernels import options
 
 VERSION = 3316448924
-"""The checksum of the fields that this package knows, without those of options, which it knows by name.
+"""The checksum of the fields that this package knows, without those of options, which are those of their classes.
 
 A library with other fields would read and write at wrong addresses. Whoever changes other structures of abi.h changes
 it.
@@ -71,11 +71,11 @@ def conversions_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
     return {name: option.c for name, option in options.table(kind).items() if option.c}
 
 
-def unknown_options(structures: Structures) -> list[str]:
+def unknown_options(fields: Fields) -> list[str]:
     """Return the classes of options whose structures in the library have other fields than here."""
     kinds: list[Any] = options.KernelOptions.__subclasses__()
-    names = {kind.__name__: set(conversions_of(kind)) for kind in kinds}
-    return [name for name, known in names.items() if known != {field for field, _ in structures[name]._fields_}]
+    known = {kind.__name__: list(options.c_fields(kind).items()) for kind in kinds}
+    return [name for name, mine in known.items() if mine != [field[1:] for field in fields if field[0] == name]]
 
 
 def c_options(structures: Structures, each: Sequence[Any]) -> ctypes.Array[Any]:

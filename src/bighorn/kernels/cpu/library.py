@@ -58,7 +58,7 @@ def load_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"{LIBRARY_NAME} does not load: {error}; reinstall bighorn from source"
     if (present := sources()) is not None and library.bighorn_sources() != present:
         return None, f"{LIBRARY_NAME} was built from other sources than these; reinstall bighorn from source"
-    if abi.checksum(fields) != abi.VERSION or abi.unknown_options(abi.structures_of(fields)):
+    if abi.checksum(fields) != abi.VERSION or abi.unknown_options(fields):
         return None, f"{LIBRARY_NAME} has other structures than this package; reinstall bighorn from source"
     return library, str(path)
 

@@ -14,7 +14,7 @@ typedef struct {
 #define DESCRIBE_FIELD(S, type, name) {#S, #name, #type},
 #define DESCRIBE_STRUCT(S, FIELDS) FIELDS(DESCRIBE_FIELD, S)
 
-/* All fields of all structures of abi.h; after the last one, an entry without names. */
+/* All fields of all structures; after the last one, an entry without names. */
 EXPORT const Field *bighorn_fields(void) {
     static const Field fields[] = {FOR_EACH_STRUCT(DESCRIBE_STRUCT){NULL, NULL, NULL}};
     return fields;

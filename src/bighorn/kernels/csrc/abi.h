@@ -2,19 +2,17 @@
  * the same with ctypes.
  *
  * A structure is a list of its fields, FIELD(S, type, name). The list declares the structure at the end of this file,
- * and abi.c exports the name and the type of each field in it; abi.py has the checksum of all but options. */
+ * and abi.c exports the name and the type of each field in it; abi.py has the checksum of all but options, whose lists
+ * options.h has. */
 #ifndef BIGHORN_ABI_H
 #define BIGHORN_ABI_H
+
+#include "options.h"
 
 #include <stdint.h>
 
 enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4, INT4 = 5 };
 enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3, ROUND_KAHAN8 = 4 };
-
-enum LambSecondMoment { SECOND_MOMENT_ADAM = 0, SECOND_MOMENT_ADAGRAD = 2 }; /* amsgrad is in plain torch alone */
-enum LambBiasCorrection { BIAS_CORRECTION_NONE = 0, BIAS_CORRECTION_MOMENTS = 1, BIAS_CORRECTION_LEARNING_RATE = 2 };
-enum LarsDenominator { DENOMINATOR_SUM = 0, DENOMINATOR_JOINT = 1 };
-enum LambDecayMode { DECAY_RATIO = 0, DECAY_DECOUPLED = 1, DECAY_L2 = 2 };
 
 /* The phases of a layer-wise step. If one call runs both, the second phase finds its data in cache. */
 enum LayerwisePhase { PHASE_BOTH = 0, PHASE_FIRST = 1, PHASE_SECOND = 2 };
@@ -25,8 +23,6 @@ typedef void ForkFunction(const void *location, int32_t arguments, Microtask *ta
 typedef void PushFunction(const void *location, int32_t thread, int32_t threads);
 typedef int32_t GlobalThreadFunction(const void *location);
 typedef int ThreadFunction(void);
-typedef double Pair[2];
-typedef double Triple[3];
 typedef double *RoundSums[3];
 
 /* The properties of the process that cpu/library.py determines: the OpenMP runtime that is loaded, and the instruction
@@ -65,37 +61,6 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, type)           \
     FIELD(S, int32_t, rounding)
 
-/* The options that the tensors of one bucket share, from the table in kernels/options.py. A bound that is not set is 0
- * or infinity. The second beta of CAME can depend on the tensor (`beta2s` of bighorn_came_step). */
-#define LAMB_OPTIONS_FIELDS(FIELD, S)  \
-    FIELD(S, double, lr)               \
-    FIELD(S, Pair, betas)              \
-    FIELD(S, double, eps)              \
-    FIELD(S, double, weight_decay)     \
-    FIELD(S, int32_t, bias_correction) \
-    FIELD(S, int32_t, grad_averaging)  \
-    FIELD(S, int32_t, decay_mode)      \
-    FIELD(S, int32_t, adapt)           \
-    FIELD(S, Pair, weight_norm_bounds) \
-    FIELD(S, Pair, trust_ratio_bounds) \
-    FIELD(S, int32_t, second_moment)   \
-    FIELD(S, int32_t, maximize)        \
-    FIELD(S, uint64_t, rounding_seed)
-
-#define LARS_OPTIONS_FIELDS(FIELD, S)   \
-    FIELD(S, double, lr)                \
-    FIELD(S, double, momentum)          \
-    FIELD(S, int32_t, nesterov)         \
-    FIELD(S, double, weight_decay)      \
-    FIELD(S, double, trust_coefficient) \
-    FIELD(S, double, eps)               \
-    FIELD(S, int32_t, denominator)      \
-    FIELD(S, int32_t, trust_clip)       \
-    FIELD(S, int32_t, lr_in_momentum)   \
-    FIELD(S, int32_t, adapt)            \
-    FIELD(S, int32_t, maximize)         \
-    FIELD(S, uint64_t, rounding_seed)
-
 /* One tensor (or one slice of a stacked one) of a layer-wise step, with its state, which is dense. LARS has the first
  * moment alone.
  * inner: for moments in quantization blocks, the elements per index of dim 0, which blocks do not cross; else 0.
@@ -113,18 +78,6 @@ typedef double *RoundSums[3];
     FIELD(S, float *, metrics)          \
     FIELD(S, int32_t, state_type)       \
     FIELD(S, int32_t, options)
-
-#define CAME_OPTIONS_FIELDS(FIELD, S)  \
-    FIELD(S, double, lr)               \
-    FIELD(S, Triple, betas)            \
-    FIELD(S, Pair, eps)                \
-    FIELD(S, double, clip_threshold)   \
-    FIELD(S, double, weight_decay)     \
-    FIELD(S, int32_t, bias_correction) \
-    FIELD(S, int32_t, scale_parameter) \
-    FIELD(S, double, scale_eps)        \
-    FIELD(S, int32_t, maximize)        \
-    FIELD(S, uint64_t, rounding_seed)
 
 /* As LayerRow, with `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an int8 average.
@@ -168,16 +121,14 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, leads_down)        \
     FIELD(S, int32_t, leads_across)
 
-#define FOR_EACH_STRUCT(STRUCT)              \
-    STRUCT(RunConfig, RUN_CONFIG_FIELDS)     \
-    STRUCT(Gradient, GRADIENT_FIELDS)        \
-    STRUCT(Weights, WEIGHTS_FIELDS)          \
-    STRUCT(LambOptions, LAMB_OPTIONS_FIELDS) \
-    STRUCT(LarsOptions, LARS_OPTIONS_FIELDS) \
-    STRUCT(LayerRow, LAYER_ROW_FIELDS)       \
-    STRUCT(CameOptions, CAME_OPTIONS_FIELDS) \
-    STRUCT(FactoredRow, FACTORED_ROW_FIELDS) \
-    STRUCT(FactoredShard, FACTORED_SHARD_FIELDS)
+#define FOR_EACH_STRUCT(STRUCT)                  \
+    STRUCT(RunConfig, RUN_CONFIG_FIELDS)         \
+    STRUCT(Gradient, GRADIENT_FIELDS)            \
+    STRUCT(Weights, WEIGHTS_FIELDS)              \
+    STRUCT(LayerRow, LAYER_ROW_FIELDS)           \
+    STRUCT(FactoredRow, FACTORED_ROW_FIELDS)     \
+    STRUCT(FactoredShard, FACTORED_SHARD_FIELDS) \
+    FOR_EACH_OPTIONS(STRUCT)
 
 #define DECLARE_FIELD(S, type, name) type name;
 #define DECLARE_STRUCT(S, FIELDS) \

@@ -24,24 +24,24 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
  * being divided by it. */
 static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double grad_scale) {
     int64_t t = (int64_t)*row->step + 1;
-    double correction1 = o->bias_correction == BIAS_CORRECTION_NONE ? 1 : one_minus_power(o->betas[0], t);
-    double correction2 = o->bias_correction == BIAS_CORRECTION_NONE || o->second_moment == SECOND_MOMENT_ADAGRAD
+    double correction1 = o->bias_correction == BIAS_CORRECTION_FALSE ? 1 : one_minus_power(o->betas[0], t);
+    double correction2 = o->bias_correction == BIAS_CORRECTION_FALSE || o->second_moment == SECOND_MOMENT_ADAGRAD
                              ? 1
                              : one_minus_power(o->betas[1], t);
     double correction = sqrt(correction2) / correction1, root = sqrt(correction2), lr = o->lr;
-    if (o->bias_correction == BIAS_CORRECTION_LEARNING_RATE) lr *= correction, correction = root = 1;
+    if (o->bias_correction == BIAS_CORRECTION_LR) lr *= correction, correction = root = 1;
     return (LambFactors){
         .lr = lr,
         .grad_scale = o->maximize ? -grad_scale : grad_scale,
-        .l2 = o->decay_mode == DECAY_L2 ? o->weight_decay : 0,
+        .l2 = o->decay_mode == DECAY_MODE_L2 ? o->weight_decay : 0,
         .beta1 = o->betas[0],
         .beta3 = o->grad_averaging ? 1 - o->betas[0] : 1,
         .beta2 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : o->betas[1],
         .beta4 = o->second_moment == SECOND_MOMENT_ADAGRAD ? 1 : 1 - o->betas[1],
         .correction = correction,
         .eps = o->eps * root,
-        .weight_decay = o->decay_mode == DECAY_RATIO ? o->weight_decay : 0,
-        .decay = o->decay_mode == DECAY_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
+        .weight_decay = o->decay_mode == DECAY_MODE_RATIO ? o->weight_decay : 0,
+        .decay = o->decay_mode == DECAY_MODE_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
         .dither = dither_at(&row->weights, o->rounding_seed, t),
     };

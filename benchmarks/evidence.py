@@ -1,4 +1,4 @@
-"""Repeats a tenth of the published comparisons, and holds what comes out against the published intervals.
+"""Repeats every cell of the published comparisons, and holds what comes out against the published intervals.
 
     make evidence MNIST=DIR TEXT=FILE
 
@@ -31,7 +31,7 @@ from equal_tuning import Cell, cells_of
 from equal_tuning import load as load_file
 
 STUDIES = {
-    **dict.fromkeys(("equal-masked", "equal-gpt", "equal-characters"), "text"),
+    **dict.fromkeys(("equal-masked", "equal-gpt", "equal-gpt-little", "equal-characters"), "text"),
     **dict.fromkeys(("equal-resnet", "equal-lenet", "equal-lenet-steps-300", "equal-lenet-steps-60"), "mnist"),
     "equal-digits": None,
 }
@@ -39,8 +39,8 @@ STUDIES = {
 idle at the end. Not LAMB's appendix: a run takes two minutes."""
 
 NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}
-SHARE = 10
-"""One run for so many published ones of a cell, and at least one."""
+SHARE, LONG = 10, 3.0
+"""One run for so many published ones of a cell; only one where a run takes more than so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class Repeat:
 
 
 def repeats(study: str, data: str | None) -> list[Repeat]:
-    """Return what is run again of a comparison."""
+    """Return what is run again of a comparison: all runs take ten minutes of two cores."""
     found = []
     for cell in (each for row in cells_of(study).values() for each in row):
-        count = max(1, (len(cell.trials) + len(cell.finals)) // SHARE)
+        published = len(cell.trials) + len(cell.finals)
+        count = 1 if cell.saved["seconds"] > LONG else max(1, published // SHARE)
         found.append(Repeat(study, cell, cell.config(data), cell.new_seeds(count)))
     return found
 

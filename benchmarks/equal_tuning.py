@@ -178,7 +178,7 @@ def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:#.2g}"
+    return f"{value:.0f}" if value >= 9.95 else f"{value:#.2g}"
 
 
 def _factor(value: float) -> str:

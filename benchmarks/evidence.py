@@ -16,7 +16,7 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +61,14 @@ def repeats(study: str, data: str | None) -> list[Repeat]:
         count = 1 if cell.saved["seconds"] > LONG else max(1, published // SHARE)
         found.append(Repeat(study, cell, cell.config(data), cell.new_seeds(count)))
     return found
+
+
+def results(work: Sequence[Repeat], run: Callable[[RunConfig], Any], processes: int) -> Iterator[list[Any]]:
+    """Yield for each cell what a function of a run's options returns for its seeds, in processes of their own."""
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = [[pool.submit(run, replace(each.config, seed=seed)) for seed in each.seeds] for each in work]
+        for cell in futures:
+            yield [future.result() for future in cell]
 
 
 def value(config: RunConfig) -> float:
@@ -128,10 +136,7 @@ def main(arguments: list[str]) -> int:
         work += mine
     started, runs = time.monotonic(), sum(len(repeat.seeds) for repeat in work)
     print(f"{runs} runs, {options.processes} at a time", flush=True)
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-        futures = [[pool.submit(value, replace(each.config, seed=seed)) for seed in each.seeds] for each in work]
-        values = [[future.result() for future in each] for each in futures]
-    lines, differing = judged(zip(work, values, strict=True))
+    lines, differing = judged(zip(work, results(work, value, options.processes), strict=True))
     print(*lines, sep="\n")
     minutes = (time.monotonic() - started) / 60
     if differing:

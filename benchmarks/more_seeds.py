@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from bighorn.cli.config import RunConfig
@@ -22,15 +19,15 @@ from bighorn.cli.tasks import load
 from bighorn.cli.trials import make
 from equal_tuning import CLASSES, RESULTS, Cell
 from equal_tuning import load as load_file
-from evidence import Repeat, wrong_data
+from evidence import Repeat, results, wrong_data
 
 
-def run(config: RunConfig, metric: str) -> dict[str, Any]:
+def run(config: RunConfig) -> dict[str, Any]:
     """Return a run of the key "more", which leaves the planned runs and what was computed of them as they were."""
-    trial = make(config, load(config.task, config.data), "test", evaluations=1)
+    task = load(config.task, config.data)
+    trial = make(config, task, "test", evaluations=1)
     loss = trial.loss if math.isfinite(trial.loss) else None
-    value = loss if metric == "loss" else trial.value
-    return {"seed": config.seed, metric: value, "loss": loss, "seconds": round(trial.seconds, 3)}
+    return {"seed": config.seed, task.metric: trial.value, "loss": loss, "seconds": round(trial.seconds, 3)}
 
 
 def main(study: str, seeds: int, data: str | None, processes: int) -> None:
@@ -46,15 +43,10 @@ def main(study: str, seeds: int, data: str | None, processes: int) -> None:
         raise SystemExit(f"All cells of {study} have {seeds} seeds.")
     if message := wrong_data(study, repeats[0]):
         raise SystemExit(message)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        futures = [
-            [pool.submit(run, replace(each.config, seed=seed), each.cell.metric) for seed in each.seeds]
-            for each in repeats
-        ]
-        for repeat, runs in zip(repeats, futures, strict=True):
-            cell = repeat.cell
-            cell.saved["more"] = cell.saved.get("more", []) + [each.result() for each in runs]
-            print(cell.name, cell.batch, len(runs), "more", flush=True)
+    for repeat, runs in zip(repeats, results(repeats, run, processes), strict=True):
+        cell = repeat.cell
+        cell.saved["more"] = cell.saved.get("more", []) + runs
+        print(cell.name, cell.batch, len(runs), "more", flush=True)
     names = list(dict.fromkeys(cell.name for cell in short_of_seeds))
     saved["more_seeds"] = [*saved.get("more_seeds", []), {"seeds": seeds, "optimizers": names, **about}]
     write_json(RESULTS / f"{study}.json", saved)

@@ -524,10 +524,11 @@ def test_runs_are_timed_before_they_begin() -> None:
 
 
 def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
-    spaces = read_spaces(["lamb-warm.lr=0.01,0.1", "adam.lr=0.2"], ["lamb-warm", "adam"])
+    spaces = read_spaces(["lamb-warm.lr=0.01,0.1", "adam.lr=0.2", "sgd.weight_decay=0"], ["lamb-warm", "adam", "sgd"])
     assert spaces["lamb-warm"]["lr"] == (0.01, 0.1)
     assert "warmup" not in spaces["lamb-warm"]
     assert spaces["adam"]["lr"] == (0.2, 0.2)
+    assert spaces["sgd"]["weight_decay"] == (0.0, 0.0)
     found = small(tmp_path / "s.study", optimizers="lamb-warm")
     assert unfinished(found) == ["lamb-warm at batch 256: no trials yet."]
 
@@ -582,6 +583,11 @@ def test_one_decay_of_each_optimizer_is_searched() -> None:
         (["--space", "lamb:lr"], "is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST"),
         (["--space", "lamb.lr=0.1,x"], "is not a list of numbers"),
         (["--space", "lamb.lr=0,0.1"], "--space lamb.lr '0,0.1' must hold positive numbers, each once"),
+        (["--space", "lamb.lr=0"], "--space lamb.lr '0' must hold positive numbers"),
+        (
+            ["--space", "lamb.lr=0.1,1", "--space", "lamb.lr=2"],
+            "--space 'lamb.lr=2': there is another --space lamb.lr; give one of them.",
+        ),
         (["--space", "lamb.lr=1,2,3"], "has 3 numbers: give the lowest and the highest"),
         (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
         (["--trials", "0"], "--trials=0"),

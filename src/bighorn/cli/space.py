@@ -60,6 +60,7 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
          'one_minus_momentum': (0.01, 0.5)}
     """
     spaces: dict[str, dict[str, tuple[float, float]]] = {}
+    given: set[tuple[str, str]] = set()
     for name in optimizers:
         space = OPTIMIZERS[CONTESTANTS[name]["optimizer"]].space
         spaces[name] = {option: span for option, span in space.items() if option not in CONTESTANTS[name]}
@@ -73,7 +74,11 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
         check_name("--space", name, optimizers)
         recipe = OPTIMIZERS[CONTESTANTS[name]["optimizer"]]
         check_name(f"--space {name}", key, dict.fromkeys([*spaces[name], *recipe.defaults]))
-        ends = numbers(f"--space {name}.{key}", values, float)
+        if (name, key) in given:
+            raise InputError(f"--space {text!r}: there is another --space {name}.{key}; give one of them.")
+        given.add((name, key))
+        none = key in {"weight_decay", "warmup"} and values == "0"
+        ends = (0.0,) if none else numbers(f"--space {name}.{key}", values, float)
         if len(ends) > 2:
             raise InputError(
                 f"--space {text!r} has {len(ends)} numbers: give the lowest and the highest, or a single one."

@@ -95,11 +95,11 @@ def judged(found: Iterable[tuple[Repeat, Sequence[float]]]) -> tuple[list[str], 
     for repeat, values in found:
         cell, published = repeat.cell, list(repeat.cell.finals.values())
         distance, most = agreement(published, values, len(found))
-        agrees, scale = abs(distance) <= most, 100 if is_share(cell.metric) else 1
+        agrees, (scale, unit) = abs(distance) <= most, (100, "points") if is_share(cell.metric) else (1, "nats")
         now, then = (metric_text(cell.metric, statistics.fmean(each)) for each in (values, published))
         line = (
             f"{'agrees ' if agrees else 'DIFFERS'} {repeat.study}, {cell.name} at batch {cell.batch:,}: {now} of "
-            f"{len(values)} new seeds, {then} published; {scale * distance:+.2g}, at most {scale * most:.2g}"
+            f"{len(values)} new seeds, {then} published; {scale * distance:+.2g} {unit}, at most {scale * most:.2g}"
         )
         lines.append(line)
         differing += [] if agrees else [line]
@@ -130,7 +130,11 @@ def main(arguments: list[str]) -> int:
             print(f"{study} is left out: give make evidence {NEEDED[option]}.")
             continue
         mine = repeats(study, data)
-        if (message := wrong_data(study, mine[0])) is not None:
+        try:
+            message = wrong_data(study, mine[0])
+        except InputError as error:
+            message = f"{data}: {error} Give make evidence {NEEDED[option]}." if option else str(error)
+        if message is not None:
             print(message)
             return 2
         work += mine
@@ -140,14 +144,11 @@ def main(arguments: list[str]) -> int:
     print(*lines, sep="\n")
     minutes = (time.monotonic() - started) / 60
     if differing:
-        print(f"{len(differing)} of {len(lines)} cells are not within the published intervals ({minutes:.1f} minutes).")
+        print(f"{len(differing)} of {len(lines)} cells are elsewhere ({minutes:.1f} minutes).")
         return 1
-    print(f"All {len(lines)} cells are within the published intervals ({minutes:.1f} minutes).")
+    print(f"All {len(lines)} cells are where the published runs let expect them ({minutes:.1f} minutes).")
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        sys.exit(f"Error: {error}")
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from typing import Any
 
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.errors import InputError
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import fingerprint, load
 from bighorn.tasks import defaults
@@ -114,6 +115,7 @@ def main(study: str, data: str, result: str) -> None:
         for change in CHANGES
         if (config := changed(name, tuned[name], change)) is not None
     }
+    task = load(next(iter(tuned.values())).task, data)
     cells: list[dict[str, Any]] = []
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         futures = {
@@ -124,10 +126,14 @@ def main(study: str, data: str, result: str) -> None:
             print(name, change, *(run["loss"] for run in found), flush=True)
             options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
             cells.append({"name": name, "change": change, "config": options, "runs": found})
-    task = load(next(iter(tuned.values())).task, data)
     of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
     Path(result).write_text(json.dumps({**about, "data": of, "changed": cells}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 4 or sys.argv[1] not in NAMES:
+        sys.exit(f"Usage: python benchmarks/sensitivity.py {'|'.join(NAMES)} TEXT_FILE JSON")
+    try:
+        main(*sys.argv[1:])
+    except InputError as error:
+        sys.exit(f"Error: {error}")

@@ -311,7 +311,7 @@ def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
         if text is None or (isinstance(text, str) and text in dtypes):
             return text
         names = ", ".join(f'"{dtype}"' if dtype.startswith("int") else f"torch.{dtype}" for dtype in dtypes)
-        raise ValueError(f"{name}={value!r} is not supported: use None, {names}")
+        raise ValueError(f"{name}={value!r} is not supported: use None, {names}{hint(value, dtypes)}")
 
     return check
 

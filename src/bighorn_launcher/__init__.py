@@ -28,7 +28,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _stop)
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
-        sys.exit(f"bighorn: the command line needs {', '.join(missing)}. Install it with: pip install 'bighorn[cli]'")
+        sys.exit(f"bighorn: the command line needs {', '.join(missing)}: pip install {' '.join(missing)}")
     from bighorn_launcher.commands import bighorn
 
     try:

@@ -43,7 +43,7 @@ class LazyGroup(click.Group):
 
             ctx.fail(f"No such command {cmd_name!r}; {suggestion(cmd_name, COMMANDS)}")
         if cmd_name == "compare" and find_spec("optuna") is None:
-            raise click.ClickException("compare needs Optuna. Install it with: pip install 'bighorn[study]'")
+            raise click.ClickException("compare needs Optuna: pip install optuna")
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(import_module(f"bighorn.cli.{name}"), name)
         end_imports()
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="bighorn", prog_name="bighorn")
 def bighorn() -> None:
-    """LAMB and CAME for PyTorch: train with them, and compare and time them on your own machine."""
+    """LAMB, CAME and LARS for PyTorch: train with them, and compare and time them on your own machine."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # file names can be invalid in the terminal's encoding

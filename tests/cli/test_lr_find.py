@@ -74,6 +74,11 @@ def test_a_loss_that_only_rises_has_no_suggestion(invoke: Invoke, monkeypatch: p
     assert "All 20 steps, up to lr 0.1" in output
 
 
+def test_a_loss_that_still_falls_asks_for_a_higher_end(invoke: Invoke) -> None:
+    assert "The loss has not risen yet: give a higher --lr-max." in invoke("lr-find", "--lr-max", 0.01).output
+    assert "has not risen" not in invoke("lr-find").output
+
+
 @pytest.mark.parametrize(("at", "code", "said"), [(15, 0, "Stopped at lr"), (0, 1, "Take a lower --lr-min")])
 def test_a_run_that_diverges_is_an_end(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, at: int, code: int, said: str
@@ -97,7 +102,7 @@ def test_a_run_that_diverges_is_an_end(
         (["--lr-min", "1", "--lr-max", "0.1"], "--lr-max 0.1 must be above --lr-min 1"),
         (["--lr-min", "0"], "--lr-min=0.0"),
         (["--steps", "3"], "--steps=3 is out of range: it must be an integer, at least 20"),
-        (["--batch-size", "100000"], "--batch-size 100000 is more than"),
+        (["--batch-size", "100000"], "batch size 100000 is more than"),
     ],
 )
 def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:

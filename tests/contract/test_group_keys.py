@@ -178,9 +178,13 @@ def test_options_of_other_optimizers_are_refused(name: str, kind: Kind) -> None:
         remedy = ".*backend" if name in ("fused", "foreach") else ""
         with pytest.raises(TypeError, match=rf"(?s){name!r}, an option of torch.optim{remedy}"):
             stepping(kind, {name: OTHERS[name]}, late)
-    other, own = (Lamb, "decay_mode") if kind is Lars else (Came, "factor") if kind is Lamb else (Lamb, "adapt")
+    others, own = {
+        Lars: ("Lamb", "decay_mode"),
+        Lamb: ("Came", "factor"),
+        Came: ("Lamb and Lars", "adapt"),
+    }[kind]
     for late in (False, True):
-        with pytest.raises(TypeError, match=rf"{own!r}, an option of {other.__name__} but not of this optimizer"):
+        with pytest.raises(TypeError, match=rf"{own!r}, an option of {others} but not of this optimizer"):
             stepping(kind, {own: True}, late)
     with pytest.raises(TypeError, match=r"the key 3: a key of a group must be a string"):
         stepping(kind, {3: True}, late=True)  # type: ignore[dict-item]

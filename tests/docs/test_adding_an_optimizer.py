@@ -107,6 +107,10 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path, monkeypatch:
     package = tmp_path / "src" / "bighorn"
     shutil.copytree(Path(bighorn.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     assert applied_to(package) <= MOST_LINES
+    if (formatter := Path(sys.executable).with_name("clang-format")).exists():
+        style = f"--style=file:{PAGE.parents[1] / '.clang-format'}"
+        new = [str(path) for path in (package / "kernels" / "csrc").glob("lion*")]
+        subprocess.run([formatter, style, "--dry-run", "--Werror", *new], check=True, timeout=LIMIT)
     repository = str(PAGE.parents[1])
     run(OPTIONS, tmp_path, {"PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])})
     compile_library(package, monkeypatch)

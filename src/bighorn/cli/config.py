@@ -160,7 +160,7 @@ class RunConfig(Options):
         """
         if epoch_size is not None and epoch_size[0] < epoch_size[1]:
             raise InputError(
-                f"--batch-size {self.batch_size} is more than the {epoch_size[0]} training samples of {self.task}: "
+                f"batch size {self.batch_size} is more than the {epoch_size[0]} training samples of {self.task}: "
                 f"choose at most {epoch_size[0]}."
             )
         if self.steps is not None:

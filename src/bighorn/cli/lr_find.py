@@ -133,6 +133,8 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         words.append("No suggestion: the loss rises from the start. Take a lower --lr-min.")
     else:
         words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, between the steepest fall of the loss and its lowest.")
+    if len(mean) == search.steps and best > 0.9 * search.steps:
+        words.append("The loss has not risen yet: give a higher --lr-max.")
     for line in words:
         console.print(line)
 

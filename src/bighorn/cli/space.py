@@ -71,6 +71,8 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
             raise InputError(
                 f"--space {text!r} is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1."
             )
+        if name in CONTESTANTS and name not in optimizers:
+            raise InputError(f"--space {text!r}: add {name} to --optimizers {','.join(optimizers)}, or leave it out.")
         check_name("--space", name, optimizers)
         recipe = OPTIMIZERS[CONTESTANTS[name]["optimizer"]]
         check_name(f"--space {name}", key, dict.fromkeys([*spaces[name], *recipe.defaults]))
@@ -83,6 +85,8 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
             raise InputError(
                 f"--space {text!r} has {len(ends)} numbers: give the lowest and the highest, or a single one."
             )
+        if len(ends) == 2 and float(values.partition(",")[0]) == ends[1]:
+            raise InputError(f"--space {text!r}: give the lowest first.")
         if key != "lr" and ends[-1] > 1:
             raise InputError(f"--space {text!r}: {key} is at most 1.")
         spaces[name][key] = ends[0], ends[-1]

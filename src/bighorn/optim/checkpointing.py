@@ -180,7 +180,7 @@ def _refuse_unknown_format(groups: Iterable[Group], current: Iterable[Group]) ->
         strange = [repr(key) for key in group if key not in known]
         if strange and not any(key in group for key in NOT_FOREIGN):
             raise ValueError(
-                f"the loaded param_groups[{index}] holds an unknown option {' and '.join(strange[:2])}, and no key of "
+                f"the loaded param_groups[{index}] holds {' and '.join(strange[:2])}, unknown here, and no key of "
                 "Bighorn's: the state is another optimizer's, so load it into that one"
             )
 

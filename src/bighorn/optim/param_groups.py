@@ -157,22 +157,22 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
     Raises:
         TypeError: There is such a key, or one that is not a string.
     """
-    options = [*algorithm.options, *CHECKS]
+    options = list(algorithm.options)
     for key in asked_for(group):
         if not isinstance(key, str):
             raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
-        if key in NO_OPTIONS or key in options or (key in OF_SGD and not given):
+        if key in NO_OPTIONS or key in options or key in CHECKS or (key in OF_SGD and not given):
             continue
         if key in NOT_OURS:
             refuse_unknown([key], options, where)
-        for other in Algorithm.known:
-            if key in other.options:
-                name = other.name.capitalize()
-                raise TypeError(
-                    f"{where} got {key!r}, an option of {name} but not of this optimizer: remove it, or use {name}"
-                )
-        if misspells(key, options):
-            refuse_unknown([key], options, where)
+        if others := dict.fromkeys(other.name.capitalize() for other in Algorithm.known if key in other.options):
+            raise TypeError(
+                f"{where} got {key!r}, an option of {' and '.join(others)} but not of this optimizer: remove it, or "
+                f"use {' or '.join(others)}"
+            )
+        for known in (options, [*options, *CHECKS]):
+            if misspells(key, known):
+                refuse_unknown([key], known, where)
 
 
 def label_of(index: int, position: int, names: Sequence[str] | None) -> str:

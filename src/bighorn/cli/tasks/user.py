@@ -40,7 +40,7 @@ def imported(flag: str, place: str, forms: str) -> Any:
         raise InputError(f"{flag} {place!r} is not of the form {forms} like mypackage.nets:small.")
     if is_file and not Path(source).is_file():
         raise InputError(f"{flag} {place}: there is no file {source} in {Path.cwd()}.")
-    found = user_call(f"{flag} {place}", _module_of_file if is_file else _module, source)
+    found = user_call(f"{flag} {place}", partial(_module_of_file if is_file else _module, source))
     for word in attribute.split("."):
         if not hasattr(found, word):
             public = [name for name in dir(found) if not name.startswith("_")]

@@ -1,5 +1,7 @@
 """Positions of CAME's tiles and lines: in memory, in matrices, and among the partial sums."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Functions that the kernels of every algorithm share: tables, positions of elements, loads and stores."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
+
 from collections.abc import Callable
 from typing import Any
 

@@ -4,6 +4,8 @@ The lines tagged `LARS-...` follow `reference/lars.py`, which has the details. A
 parameters in float64, else float32. Sums of squares, and numbers that exist once per tensor, are in float64.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
+
 import triton
 import triton.language as tl
 

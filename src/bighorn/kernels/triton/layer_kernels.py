@@ -5,6 +5,8 @@ pointers to the moments, the numbers that NUMBERS returned before, and the block
 the sums of squares of x and u, one of each per lane. `run_tensor` calls RATIO once per tensor, with the norms of both.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
+
 from typing import Any, NamedTuple
 
 import triton

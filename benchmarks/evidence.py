@@ -31,8 +31,9 @@ from equal_tuning import Cell, cells_of
 from equal_tuning import load as load_file
 
 STUDIES = {
-    **dict.fromkeys(("equal-masked", "equal-gpt", "equal-gpt-little", "equal-characters"), "text"),
-    **dict.fromkeys(("equal-resnet", "equal-lenet", "equal-lenet-steps-300", "equal-lenet-steps-60"), "mnist"),
+    **dict.fromkeys(("equal-masked", "equal-gpt", "equal-gpt-little", "equal-characters", "equal-gpt-steps-6"), "text"),
+    **dict.fromkeys(("equal-resnet", "equal-lenet", "equal-lenet-steps-300"), "mnist"),
+    **dict.fromkeys(("equal-resnet-steps-60", "equal-lenet-steps-60"), "mnist"),
     "equal-digits": None,
 }
 """The published comparisons, each with the option that names its data, those of long runs first, so that no process is

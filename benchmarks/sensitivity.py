@@ -9,6 +9,7 @@ the ten steps before.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import multiprocessing
@@ -131,9 +132,12 @@ def main(study: str, data: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4 or sys.argv[1] not in NAMES:
-        sys.exit(f"Usage: python benchmarks/sensitivity.py {'|'.join(NAMES)} TEXT_FILE JSON")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=NAMES)
+    parser.add_argument("data", metavar="TEXT_FILE")
+    parser.add_argument("result", metavar="JSON")
+    given = parser.parse_args()
     try:
-        main(*sys.argv[1:])
+        main(given.study, given.data, given.result)
     except InputError as error:
         sys.exit(f"Error: {error}")

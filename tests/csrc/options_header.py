@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import bighorn
-from bighorn.kernels.options import KernelOptions, c_fields
+from bighorn.kernels.cpu.abi import c_fields
+from bighorn.kernels.options import KernelOptions
 
 HEADER = Path(bighorn.__file__).parent / "kernels" / "csrc" / "options.h"
 FIRST = """\
@@ -35,8 +36,9 @@ def written() -> str:
 
 def enums_of(kind: type) -> Iterator[str]:
     """Yield the enums of options whose values have names."""
-    for name, hint in get_type_hints(kind).items():
-        if get_origin(hint) is Literal and name in c_fields(kind):
+    hints = get_type_hints(kind)
+    for name in c_fields(kind):
+        if get_origin(hint := hints[name]) is Literal:
             yield f"enum {{ {', '.join(f'{name}_{value}'.upper() for value in get_args(hint))} }};"
 
 

@@ -24,8 +24,8 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(fi
 sys.path.insert(0, "src")
 """
 OPTIONS = f"""{OF_THE_COPY}
-from tests.csrc.options_header import HEADER, written
-HEADER.write_text(written())
+import runpy
+runpy.run_module("tests.csrc.options_header", run_name="__main__")
 """
 TESTS = f"""{OF_THE_COPY}
 import pytest

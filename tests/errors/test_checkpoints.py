@@ -198,8 +198,7 @@ def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
     other = KINDS[KINDS.index(kind) - 1]
     parameters, optimizer = stepped(kind)
     _, theirs = stepped(other)
-    message = (
-        rf"param_groups\[0\].*'\w+', an option of .*{other.__name__}.* but not of this .*or use .*{other.__name__}"
-    )
+    have, use = (rf"(\w+ {word} )?{other.__name__}( {word} \w+)?" for word in ("and", "or"))
+    message = rf"param_groups\[0\].*'\w+', an option of {have} but not of this optimizer: remove it, or use {use}$"
     with refused(parameters, optimizer, ValueError, message):
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))

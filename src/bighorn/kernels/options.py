@@ -152,25 +152,6 @@ def table(options: type) -> dict[str, Option]:
     return {name: each for name, each in pairs if isinstance(each, Option)}
 
 
-C_TYPES: Mapping[Any, str] = {float: "double", c_bounds: "Pair", ctypes.c_uint64: "uint64_t"}
-C_TUPLES = {2: "Pair", 3: "Triple"}
-"""The types of fields in C: by their conversions, those of tuples by their lengths; all others are int32_t."""
-
-
-def c_fields(options: type) -> dict[str, str]:
-    """Return the fields of the structure of a class in C, each with its type.
-
-    Example:
-        >>> c_fields(KernelOptions)
-        {'lr': 'double', 'weight_decay': 'double', 'maximize': 'int32_t', 'rounding_seed': 'uint64_t'}
-    """
-    hints, conversions = get_type_hints(options), {name: each.c for name, each in table(options).items() if each.c}
-    return {
-        name: C_TUPLES[len(get_args(hints[name]))] if convert is tuple else C_TYPES.get(convert, "int32_t")
-        for name, convert in conversions.items()
-    }
-
-
 def checks_of(options: type) -> dict[str, Check]:
     """Return the checks of the annotated fields of a class, by name, without the fields that have none."""
     return {name: option.check for name, option in table(options).items() if option.check}

@@ -6,8 +6,8 @@ import ctypes
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
 
 from bighorn.kernels import options
 
@@ -71,10 +71,29 @@ def conversions_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
     return {name: option.c for name, option in options.table(kind).items() if option.c}
 
 
+C_TYPES: Mapping[Any, str] = {float: "double", options.c_bounds: "Pair", ctypes.c_uint64: "uint64_t"}
+C_TUPLES = {2: "Pair", 3: "Triple"}
+"""The types of options in C: by their conversions, those of tuples by their lengths; all others are int32_t."""
+
+
+def c_fields(kind: Any) -> dict[str, str]:
+    """Return the fields of the structure of a class of options, each with its type in C.
+
+    Example:
+        >>> c_fields(options.KernelOptions)
+        {'lr': 'double', 'weight_decay': 'double', 'maximize': 'int32_t', 'rounding_seed': 'uint64_t'}
+    """
+    hints = get_type_hints(kind)
+    return {
+        name: C_TUPLES[len(get_args(hints[name]))] if convert is tuple else C_TYPES.get(convert, "int32_t")
+        for name, convert in conversions_of(kind).items()
+    }
+
+
 def unknown_options(fields: Fields) -> list[str]:
     """Return the classes of options whose structures in the library have other fields than here."""
     kinds: list[Any] = options.KernelOptions.__subclasses__()
-    known = {kind.__name__: list(options.c_fields(kind).items()) for kind in kinds}
+    known = {kind.__name__: list(c_fields(kind).items()) for kind in kinds}
     return [name for name, mine in known.items() if mine != [field[1:] for field in fields if field[0] == name]]
 
 

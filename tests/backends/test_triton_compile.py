@@ -58,7 +58,7 @@ def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, t
     options = dict(variant.options)
     kernel = build(variant.kernel, variant.pointers, constants, options, variant.target)
     spilled = spilled_by_ptxas(kernel, tmp_path) if backend == "cuda" else spilled_by_amdgcn(kernel)
-    for registers in device.MORE_REGISTERS if backend == "cuda" else ():  # as `device.compiled` does
+    for registers in device.WITHOUT_SPILLS if backend == "cuda" else ():  # as `device.compiled` does
         if spilled:
             more = options | {"maxnreg": registers}
             kernel = build(variant.kernel, variant.pointers, constants, more, variant.target)
@@ -145,9 +145,37 @@ def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
     assert driver.launched == [("square_sums", 7), ("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4)]
 
 
-@pytest.mark.parametrize(("backend", "spills"), [("cuda", True), ("cuda", False), ("hip", True)])
-def test_a_kernel_that_spills_is_compiled_again(backend: str, spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMD's compiler gets no limit on registers: it knows none."""
+@pytest.mark.parametrize(
+    ("registers", "spills_below", "limits", "taken"),
+    [
+        (64, 0, [], None),
+        (72, 0, [64], 64),
+        (170, 0, [128, 80, 64], 64),
+        (170, 81, [128, 80], 128),  # it spills with 80
+        (80, 100, [128, 80], 128),  # it spills so that one more program fits
+        (80, 200, [128, 255, 128], 255),
+    ],
+)
+def test_a_kernel_has_few_registers_and_does_not_spill(
+    registers: int, spills_below: int, limits: list[int], taken: int | None
+) -> None:
+    seen: list[int | None] = []
+
+    def load(options: dict[str, Any]) -> Any:
+        limit = options.get("maxnreg")
+        seen.append(limit)
+        used = limit or registers
+        return SimpleNamespace(limit=limit, n_regs=used, n_spills=2 if used < spills_below else 0)
+
+    assert device.with_more_programs(load, {}).limit == taken
+    assert seen == [None, *limits]
+
+
+@pytest.mark.parametrize(("backend", "limits"), [("cuda", [None, 128, 80, 64]), ("hip", [None])])
+def test_kernels_of_amd_get_no_limit_of_registers(
+    backend: str, limits: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's compiler knows none."""
     seen: list[dict[str, Any]] = []
 
     class Kernel:
@@ -155,13 +183,13 @@ def test_a_kernel_that_spills_is_compiled_again(backend: str, spills: bool, monk
 
         def run(self, *_: Any, **options: Any) -> Any:
             seen.append(options)
-            return SimpleNamespace(run=None, n_spills=2 if spills and "maxnreg" not in options else 0)
+            return SimpleNamespace(run=None, n_spills=0, n_regs=options.get("maxnreg", 170))
 
     monkeypatch.setattr(device, "_platform", lambda _: (backend, 32))
     monkeypatch.setattr(device, "interpreted", lambda: False)
     device.compiled(Kernel(), (torch.zeros(1),), {"BLOCK": 8, "CHUNK": 9})
     assert [options["BLOCK"] for options in seen] == [8] * len(seen)
-    assert [options.get("maxnreg") for options in seen] == ([None, 128] if spills and backend == "cuda" else [None])
+    assert [options.get("maxnreg") for options in seen] == limits
 
 
 @compiled

@@ -120,7 +120,7 @@ def stored_at(where, FORM: tl.constexpr):
 def read_codes(pointer, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of codes that are stored at some offsets, with a mask."""
     if FORM == "nibbles":
-        both = common.read(pointer, where[0], where[1], (VECTOR + 1) // 2)
+        both = common.read(pointer, where[0], where[1], (VECTOR + 1) // 2).to(tl.int32)
         return signed_nibble(tl.reshape(tl.join(both, both >> 4), (both.shape[0], both.shape[1] * 2)))
     else:
         return common.read(pointer, where[0], where[1], VECTOR)
@@ -140,14 +140,14 @@ def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr)
 @triton.jit
 def nibble_at(pointer, elements, mask):
     """Return codes of 4 bits one by one, which need not begin with a whole byte."""
-    both = tl.load(pointer + (elements >> 1), mask=mask, other=0)
-    return signed_nibble(both >> ((elements & 1) * 4).to(tl.uint8))
+    both = tl.load(pointer + (elements >> 1), mask=mask, other=0).to(tl.int32)
+    return signed_nibble(both >> ((elements & 1) * 4).to(tl.int32))
 
 
 @triton.jit
 def signed_nibble(bits):
-    """Return the codes whose two's complements are the lower 4 bits."""
-    return ((bits & 15).to(tl.int32) ^ 8) - 8
+    """Return the codes whose two's complements are the lower 4 bits, as float32, of which 2^23 has a last bit of 1."""
+    return common.as_float((bits & 15) ^ (TWO_TO_23 | 8)) - (2.0**23 + 8)
 
 
 @triton.jit
@@ -190,9 +190,9 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
     elif FORM == "signed":
         code = nearest(root(share, SIGNED_END, 1))
     elif FORM == "nibbles":
-        code = dithered(share * 7, rng)
+        code = dithered(share * 7, rng, 7)
     elif FORM == "unsigned":
-        code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng), 1)
+        code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng, 255), 1)
     else:
         code = tl.maximum(share, 2.0**-24)
     code = tl.where(size > tl.where(scale > 0, 0.0, float("inf"))[:, None], code, 0)
@@ -200,9 +200,9 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
 
 
 @triton.jit
-def dithered(code, rng):
-    """Return a number from 0 to 255 as one of the two integers beside it, by the dither of its element."""
-    return (in_65536ths(code) + weights.dither(rng[0], rng[1] + rng[2]).to(tl.int32)) >> 16
+def dithered(code, rng, MOST: tl.constexpr):
+    """Return a number from 0 to MOST as one of the two integers beside it, by the dither of its element."""
+    return (in_65536ths(code, MOST) + weights.dither(rng[0], rng[1] + rng[2]).to(tl.int32)) >> 16
 
 
 @triton.jit
@@ -231,10 +231,12 @@ def nearest(x):
 
 
 @triton.jit
-def in_65536ths(x):
-    """Return the nearest multiple of 2^-16, as their number, of a number from 0 to 255.
+def in_65536ths(x, MOST: tl.constexpr):
+    """Return the nearest multiple of 2^-16, as their number, of a number from 0 to MOST, which is 255 at most.
 
     It is in the last bits of a float from 128 on, whose own bits are SIGNED_END.
     """
+    if MOST < 128:
+        return common.as_bits(x + 128.0) - SIGNED_END
     is_below = x < 128.0
     return common.as_bits(tl.where(is_below, x + 128.0, x)) - tl.where(is_below, SIGNED_END, SIGNED_END - (128 << 16))

@@ -17,11 +17,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OLDEST = (3, 3)
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton accepts in its variables
 THREADS = 256  # LANES of the kernels
-MORE_REGISTERS = (128, 255)
-"""Limits of registers for a kernel that spills: two programs fit on a multiprocessor with the first, one with the last.
+WITHOUT_SPILLS = (128, 255)
+"""Limits of registers for a kernel that spills them to memory.
 
 From CUDA 13.1 on, ptxas spills 8 to 24 bytes of some kernels so that one more program fits, unless it gets a limit.
 """
+FEWER_REGISTERS = (128, 80, 64)
+"""Limits with which two, three and four programs fit on a multiprocessor."""
 
 trial_step: Callable[[torch.device], float] | None = None
 """`trial.lamb_step`, which depends on this module; the package sets it on import."""
@@ -131,12 +133,27 @@ def compiled(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any])
         _ = ready.run  # loads it
         return ready
 
-    ready = load(options)
-    for registers in MORE_REGISTERS if backend == "cuda" else ():
-        if ready.n_spills:
-            ready = load(options | {"maxnreg": registers})
+    ready = with_more_programs(load, options) if backend == "cuda" else load(options)
     # At each launch, the kernel's own `run` would look up this compiled kernel, which takes five times as long.
     return lambda programs, tables: ready[programs, 1, 1](*tables, *named.values())
+
+
+def with_more_programs(load: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> Any:
+    """Return a compiled kernel, with the least limit of registers with which it does not spill them to memory.
+
+    ptxas takes registers to save instructions, although a program that waits for memory needs others beside it.
+    """
+    kernel = load(options)
+    for registers in WITHOUT_SPILLS:
+        if kernel.n_spills:
+            kernel = load(options | {"maxnreg": registers})
+    for registers in FEWER_REGISTERS:
+        if kernel.n_regs > registers:
+            smaller = load(options | {"maxnreg": registers})
+            if smaller.n_spills:
+                break
+            kernel = smaller
+    return kernel
 
 
 def compile_options(warp_size: int) -> dict[str, Any]:

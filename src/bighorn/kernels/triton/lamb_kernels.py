@@ -80,7 +80,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
-    u = ratio(m, v, m_factor, root_eps)
+    u = ratio(m, v, m_factor, root_eps, mode)
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     if VECTOR != common.UNMASKED:
@@ -144,7 +144,7 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
     v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
-    u = ratio(m, v, m_factor, root_eps)
+    u = ratio(m, v, m_factor, root_eps, mode)
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
@@ -166,9 +166,15 @@ def update_numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def ratio(m, v, m_factor, root_eps):
+def ratio(m, v, m_factor, root_eps, mode):
     """Return r of a block. Both bias corrections are in the tensor's scalars."""
-    return common.quotient(m * m_factor, common.root(v.to(root_eps.dtype)) + root_eps)
+    m, divisor = m * m_factor, common.root(v.to(root_eps.dtype)) + root_eps
+    if mode.M_FORM == "nibbles":
+        # A GPU divides 0 in a subroutine, for which all threads of a warp wait, and of codes of 4 bits many are 0.
+        is_zero = m == 0
+        return common.quotient(tl.where(is_zero, 2.0**-64, m), divisor) * tl.where(is_zero, m, 1.0)
+    else:
+        return common.quotient(m, divisor)
 
 
 @triton.jit

@@ -74,10 +74,12 @@ def lars_apply(
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step momentum and x."""
+    # A thread has as many codes of 4 bits as elements of the parameter in 128 bits.
+    CODES: tl.constexpr = 4 if M_FORM == "nibbles" and tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (common.EXP_AVG,), step, numbers, False,
-        layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
+        layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK), CODES=CODES,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ does that.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import multiprocessing
 import statistics
@@ -40,8 +41,13 @@ STUDIES = {
 idle at the end. Not LAMB's appendix: a run takes two minutes."""
 
 NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}
-SHARE, LONG = 10, 3.0
-"""One run for so many published ones of a cell; only one where a run takes more than so many seconds."""
+SHARE, LONG = 2, 0.5
+"""One run for so many published ones of a cell; only one where a run takes more than so many seconds.
+
+Each cell trains again at least once, which takes nearly all of the time: short runs make it a tenth of all.
+"""
+
+loaded = functools.cache(load)  # a process reads the data once
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Repeat:
 
 
 def repeats(study: str, data: str | None) -> list[Repeat]:
-    """Return what is run again of a comparison: all runs take ten minutes of two cores."""
+    """Return what is run again of a comparison: of all a tenth, which takes ten minutes of two cores."""
     found = []
     for cell in (each for row in cells_of(study).values() for each in row):
         published = len(cell.trials) + len(cell.finals)
@@ -74,7 +80,7 @@ def results(work: Sequence[Repeat], run: Callable[[RunConfig], Any], processes: 
 
 def value(config: RunConfig) -> float:
     """Return the metric of a run on test data."""
-    return make(config, load(config.task, config.data), "test", evaluations=1).value
+    return make(config, loaded(config.task, config.data), "test", evaluations=1).value
 
 
 def agreement(published: Sequence[float], repeated: Sequence[float], cells: int) -> tuple[float, float]:

@@ -47,14 +47,24 @@ def test_what_disagrees_is_named() -> None:
 
 
 def test_each_cell_is_repeated_with_seeds_of_its_own() -> None:
-    assert {len(each.seeds) for each in evidence.repeats("equal-masked", None)} == {1}  # a run takes 1.5 minutes
     found = evidence.repeats("equal-digits", None)
     assert [(each.cell.name, each.cell.batch) for each in found] == [(cell.name, cell.batch) for cell in CELLS]
     for each in found:
-        assert len(each.seeds) == 3  # of 24 trials and 10 final runs
         assert not set(each.seeds) & set(each.cell.finals)
         assert each.config.lr == each.cell.saved["final"][0]["lr"]
         assert each.config.warmup == each.cell.saved["final"][0]["warmup"]
+
+
+def test_a_tenth_of_the_runs_is_repeated() -> None:
+    cells = [each for study in evidence.STUDIES for each in evidence.repeats(study, None)]
+    published = sum(len(each.cell.trials) + len(each.cell.finals) for each in cells)
+    assert 0.1 <= sum(len(each.seeds) for each in cells) / published <= 0.12
+    for each in cells:  # of a cell of the digits 34 runs are published, and one takes 0.2 to 2.8 seconds
+        seconds = each.cell.saved["seconds"]
+        if each.study == "equal-digits":
+            assert len(each.seeds) == (1 if seconds > 0.5 else 17)
+        if each.study == "equal-masked":
+            assert len(each.seeds) == 1  # a run takes 1.5 minutes
 
 
 def test_other_data_are_refused_before_any_run(

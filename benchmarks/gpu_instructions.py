@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_instructions.py [TARGET]   # sm_90 by default
 
-A line for each kernel: the instructions in its largest loop divided by a thread's elements, the registers, and the
-barriers of an iteration. A GPU issues at most one instruction per cycle in each of a multiprocessor's four schedulers:
-an H100 (132 multiprocessors, 1.755 GHz) executes 30e12 a second, counted for single threads, which is 9 for each byte
-that its memory moves.
+A line for each kernel: the instructions in its largest loop over aligned tensors divided by a thread's elements, the
+registers, and the barriers of an iteration. Subroutines are not counted: a GPU divides 0 in one, and what is near the
+ends of float32. It issues at most one instruction per cycle in each of a multiprocessor's four schedulers: an H100 (132
+multiprocessors, 1.755 GHz) executes 30e12 a second, counted for single threads, which is 9 for each byte that its
+memory moves.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -52,24 +54,35 @@ def launches(kind: Any, dtype: torch.dtype, state: Any) -> Iterator[tuple[Any, t
     yield from found.values()
 
 
-def report(kernel: Any, pointers: tuple[str, ...], constants: dict[str, Any], target: str) -> str:
-    """Return the line of a kernel."""
-    compiled = build(kernel, pointers, constants, device.compile_options(TARGETS[target][2]), target)
+def compiled(request: tuple[Any, tuple[str, ...], dict[str, Any]], options: dict[str, Any], target: str) -> Any:
+    """Return a kernel's code, and the registers that it takes and spills."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
+        binary.write_bytes(build(*request, options, target).asm["cubin"])
         code, usage = (
             subprocess.run([BINARIES / "cuobjdump", option, binary], capture_output=True, text=True, check=True).stdout
             for option in ("-sass", "-res-usage")
         )
-    at = [(int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.M)]
+    registers, stack, local = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK", "LOCAL"))
+    return SimpleNamespace(code=code, n_regs=registers, n_spills=stack + local)
+
+
+def report(request: tuple[Any, tuple[str, ...], dict[str, Any]], target: str) -> str:
+    """Return the line of a kernel."""
+    kernel, _, constants = request
+    found = device.with_more_programs(
+        lambda options: compiled(request, options, target), device.compile_options(TARGETS[target][2])
+    )
+    at = [
+        (int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", found.code, re.M)
+    ]
     jumps = [(int(to[1], 16), address) for address, text in at if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
     loops = [[text for address, text in at if first <= address <= last] for first, last in jumps if first < last]
-    loop = max(loops, key=len, default=[])
+    wide = [loop for loop in loops if any("LDG.E.128" in text for text in loop)]  # the others are for unaligned tensors
+    loop = max(wide, key=len, default=[])
     block = constants.get("TILE_BLOCK", constants.get("BLOCK", THREADS))
-    registers = re.findall(r"REG:(\d+)", usage)[0]
     return (
-        f"{kernel.fn.__name__:14} {len(loop) * THREADS / block:7.1f} an element, {registers:>4} registers, "
+        f"{kernel.fn.__name__:14} {len(loop) * THREADS / block:7.1f} an element, {found.n_regs:>4} registers, "
         f"{sum('BAR.SYNC' in text for text in loop)} barriers for {block:,} elements"
     )
 
@@ -82,7 +95,7 @@ def main() -> None:
                 print(f"{kind.__name__}, {dtype}, state {state}")
                 for launch in launches(kind, dtype, state):
                     if state == dtype or launch[2].get("M_FORM") != "":  # rows of int4 and int8 alone
-                        print("   ", report(*launch, target))
+                        print("   ", report(launch, target))
 
 
 if __name__ == "__main__":

@@ -55,15 +55,15 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         # 16, int8's codes spill beside random bits (ptxas of CUDA 13.1 and later).
         crowded = min(sizes) == 1 and options.weight_rounding == "stochastic"
         elements = 4 if x == torch.float64 else 16 if max(sizes) == 2 and not crowded else 8
-        # Triton gives arrays of other shapes, as codes two to a byte are, to threads as if they were alone: with 16
-        # bytes of those a thread would have other elements of them than of x, and exchange them in shared memory.
-        together = sizes[:2] if m == torch.uint8 else sizes
+        # Triton spreads codes that are two to a byte over threads by themselves. With more of them than it has of x, a
+        # thread would have those of other elements, and fetch its own from shared memory.
+        least = max(sizes[:2]) if m == torch.uint8 else min(sizes)
         return {
             **constants_of(x, g, m, options),
             "M_FORM": FORMS.get(m, ""),
             "FACTORED": options.factor is not None,
             "SPLIT": None,
-            "VECTOR": 16 // (max(together) if m == torch.uint8 else min(together)),
+            "VECTOR": 16 // least,
             "TILE_BLOCK": LANES.value * elements,
             "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, the dtype of the second moment
         }

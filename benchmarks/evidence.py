@@ -40,7 +40,10 @@ STUDIES = {
 """The published comparisons, each with the option that names its data, those of long runs first, so that no process is
 idle at the end. Not LAMB's appendix: a run takes two minutes."""
 
-NEEDED = {"mnist": "MNIST=DIR, a folder with MNIST's four idx files", "text": "TEXT=FILE, tinyshakespeare's input.txt"}
+NEEDED = {
+    "mnist": "--mnist DIR (make evidence MNIST=DIR), a folder with MNIST's four idx files",
+    "text": "--text FILE (make evidence TEXT=FILE), tinyshakespeare's input.txt of 1,115,394 bytes",
+}
 SHARE, LONG = 2, 0.5
 """One run for so many published ones of a cell; only one where a run takes more than so many seconds.
 
@@ -119,8 +122,9 @@ def wrong_data(study: str, repeat: Repeat) -> str | None:
     if fingerprint(task, repeat.cell.batch) == load_file(study)["data"]["sha256"]:
         return None
     option = STUDIES[study]
-    remedy = "Take scikit-learn 1.9" if option is None else f"Give {NEEDED[option]}"
-    return f"{study}: these are not the data of the published runs. {remedy}."
+    if option is None:
+        return f"{study}: these are not the data of the published runs. Take scikit-learn 1.9."
+    return f"--{option} {repeat.config.data}: {study} was not run on these data. Give {NEEDED[option]}."
 
 
 def main(arguments: list[str]) -> int:
@@ -128,19 +132,23 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mnist", metavar="DIR")
     parser.add_argument("--text", metavar="FILE")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, metavar="NUMBER", help="runs at a time (default: 2)")
     options: Any = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"argument --processes: {options.processes} is not possible: give 1 or more, at most one a core")
     work: list[Repeat] = []
     for study, option in STUDIES.items():
         data = None if option is None else getattr(options, option)
         if option is not None and data is None:
-            print(f"{study} is left out: give make evidence {NEEDED[option]}.")
+            print(f"{study} is left out: give {NEEDED[option]}.")
             continue
         mine = repeats(study, data)
         try:
             message = wrong_data(study, mine[0])
         except InputError as error:
-            message = f"{data}: {error} Give make evidence {NEEDED[option]}." if option else str(error)
+            message = str(error)
+            if option is not None:
+                message = f"--{option} {data!r} is not read by {mine[0].config.task}: {error} Give {NEEDED[option]}."
         if message is not None:
             print(message)
             return 2

@@ -58,6 +58,25 @@ NOT_OURS = {
 }
 """Options of other optimizers: the package of each, and the remedy."""
 
+NEEDED = {
+    "amsgrad": "second_moment",
+    "momentum": "betas",
+    "decoupled_decay": "decay_mode",
+    "caution": "cautious",
+    "adam_w_mode": "decay_mode",
+    "min_coeff": "trust_ratio_bounds",
+    "max_coeff": "trust_ratio_bounds",
+    "clamp_value": "weight_norm_bounds",
+    "debias": "bias_correction",
+    "weight_decouple": "decay_mode",
+    "eps1": "clip_threshold",
+    "eps2": "clip_threshold",
+}
+"""The option without which an optimizer has not what the remedy for another package's option names.
+
+The pair of eps is CAME's, as clip_threshold is.
+"""
+
 OF_SGD = frozenset(name for name, (package, _) in NOT_OURS.items() if package == "torch.optim.SGD")
 """The options of torch.optim.SGD that are not ours."""
 
@@ -114,6 +133,8 @@ def refuse_unknown(
             continue
         if isinstance(name, str) and name in elsewhere:
             whose, remedy = elsewhere[name]
+            if name in NEEDED and NEEDED[name] not in known:
+                remedy = "leave it out"
             raise TypeError(f"{where} got {name!r}, an option of {whose} but not of {where}: {remedy}")
         raise unknown_name(where, name, known)
 

@@ -29,9 +29,13 @@ def test_idx_values_stand_where_the_format_says(tmp_path: Path, suffix: str) -> 
 @for_every(
     ("name", "content", "message"),
     [
-        ("magic", b"\0\0\x0d\x03" + IMAGES[4:], "starts with 00 00 0d 03, an idx file of this kind with 00 00 08 03"),
+        (
+            "magic",
+            b"\0\0\x0d\x03" + IMAGES[4:],
+            "starts with 00 00 0d 03: an idx file of this kind starts with 00 00 08 03",
+        ),
         ("labels", b"\0\0\x08\x01" + IMAGES[4:], "starts with 00 00 08 01"),
-        ("empty", b"", "starts with"),
+        ("empty", b"", "is empty: an idx file"),
         ("header", IMAGES[:9], "holds 9 bytes"),
         ("truncated", IMAGES[:-1], "holds 27 bytes, but its header promises 2 x 2 x 3 values"),
         ("longer", IMAGES + b"\0", "holds 29 bytes"),

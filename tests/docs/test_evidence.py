@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,18 @@ def test_each_cell_is_repeated_with_seeds_of_its_own() -> None:
         assert not set(each.seeds) & set(each.cell.finals)
         assert each.config.lr == each.cell.saved["final"][0]["lr"]
         assert each.config.warmup == each.cell.saved["final"][0]["warmup"]
+
+
+@for_every("processes", ["0", "-1"])
+def test_a_number_of_processes_is_refused_below_1(processes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evidence.main(["--processes", processes])
+    assert f"--processes: {processes} is not possible: give 1 or more" in capsys.readouterr().err
+
+
+def test_a_folder_without_the_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evidence.main(["--mnist", str(tmp_path)]) == 2
+    assert f"--mnist '{tmp_path}' is not read by" in capsys.readouterr().out
 
 
 def test_a_tenth_of_the_runs_is_repeated() -> None:

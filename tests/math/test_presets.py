@@ -324,7 +324,7 @@ def test_a_subclass_gives_itself() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"preset='tim' is not known: use 'paper-v5', .*did you mean 'timm'\?"):
+    with pytest.raises(ValueError, match=r"name='tim' is not known: use 'paper-v5', .*did you mean 'timm'\?"):
         Lamb.like("tim", model().parameters())  # type: ignore[arg-type]
 
 

@@ -344,7 +344,7 @@ def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Pre
         ValueError: There is no such preset, or its argument in its own package is given and off.
     """
     known = {word: preset for preset in presets for word in (preset.name, *preset.aliases)}
-    choice(*known)("preset", name)
+    choice(*known)("name", name)
     preset = known[name]
     if preset.argument is not None and preset.argument in given:
         value = given[preset.argument]

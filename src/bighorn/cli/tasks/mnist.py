@@ -92,7 +92,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     header = 4 + 4 * dimensions
     magic = bytes([0, 0, 8, dimensions])
     if content[:4] != magic:
-        raise InputError(f"{path} starts with {content[:4].hex(' ')}, an idx file of this kind with {magic.hex(' ')}.")
+        found = f"starts with {content[:4].hex(' ')}" if content else "is empty"
+        raise InputError(f"{path} {found}: an idx file of this kind starts with {magic.hex(' ')}.")
     shape = struct.unpack(f">{dimensions}I", content[4:header].ljust(4 * dimensions, b"\0"))
     if len(content) != header + math.prod(shape):
         raise InputError(

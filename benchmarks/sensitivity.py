@@ -4,7 +4,7 @@
 
 Each optimizer has the options that its trials in STUDY chose at the smallest batch, then one of
 :data:`CHANGES`, with the same five seeds. Spikes are counted, too: the steps whose loss is a fifth above the mean of
-the ten steps before.
+the ten steps before. Whoever was interrupted gives the same file again, at the same commit, and only the rest is run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
+from bighorn.cli.files import write_json
 from bighorn.cli.run import DivergedError, Run
 from bighorn.cli.tasks import fingerprint, load
 from bighorn.tasks import defaults
@@ -107,7 +108,7 @@ def made(config: RunConfig) -> dict[str, Any]:
 
 
 def main(study: str, data: str, result: str) -> None:
-    """Make all runs, and write them."""
+    """Make all runs that the file does not have, and write each option's when they end."""
     about = provenance(f"python benchmarks/sensitivity.py {study} TEXT_FILE JSON")
     tuned = {cell.name: cell.config(data) for cell in next(iter(cells_of(study).values())) if cell.name in NAMES[study]}
     configs = {
@@ -117,18 +118,27 @@ def main(study: str, data: str, result: str) -> None:
         if (config := changed(name, tuned[name], change)) is not None
     }
     task = load(next(iter(tuned.values())).task, data)
-    cells: list[dict[str, Any]] = []
+    of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
+    path = Path(result)
+    before = json.loads(path.read_text()) if path.exists() else {}
+    this = {"command": about["command"], "commit": about["commit"], "data": of}
+    cells: list[dict[str, Any]] = before["changed"] if this.items() <= before.items() else []
+    for cell in cells:
+        print(f"{path} has {cell['name']}, {cell['change']}", flush=True)
+        del configs[cell["name"], cell["change"]]
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         futures = {
             key: [pool.submit(made, replace(config, seed=seed)) for seed in SEEDS] for key, config in configs.items()
         }
-        for (name, change), runs in futures.items():
-            found = [run.result() for run in runs]
-            print(name, change, *(run["loss"] for run in found), flush=True)
-            options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
-            cells.append({"name": name, "change": change, "config": options, "runs": found})
-    of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
-    Path(result).write_text(json.dumps({**about, "data": of, "changed": cells}, indent=1) + "\n")
+        try:
+            for (name, change), runs in futures.items():
+                found = [run.result() for run in runs]
+                print(name, change, *(run["loss"] for run in found), flush=True)
+                options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
+                cells.append({"name": name, "change": change, "config": options, "runs": found})
+                write_json(path, {**about, "data": of, "changed": cells})
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

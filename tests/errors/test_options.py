@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -15,8 +14,6 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import PRESETS, Came, Lamb, Lars
-from bighorn.arguments import NEEDED
-from bighorn.optim.presets import ELSEWHERE
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, same, snapshot, stepped, weights
 from tests.support.tables import for_every
@@ -500,13 +497,3 @@ def test_an_option_that_was_removed_from_a_group_is_the_default_again(name: str,
     del optimizer.param_groups[0][name]
     optimizer.step()
     assert optimizer.param_groups[0][name] == default
-
-
-def test_no_remedy_for_another_packages_option_is_refused_itself(kind: Kind) -> None:
-    signature = inspect.signature(kind).parameters
-    for name, option in NEEDED.items():
-        if name not in signature:
-            remedy = re.escape(ELSEWHERE[name][1]) if option in signature else "leave it out$"
-            given: dict[str, Any] = {name: 1.5}
-            with pytest.raises(TypeError, match=f"{name}.* but not of {kind.__name__}: {remedy}"):
-                kind(weights(), lr=0.1, **given)

@@ -133,10 +133,10 @@ def main(study: str, data: str, result: str) -> None:
         try:
             for (name, change), runs in futures.items():
                 found = [run.result() for run in runs]
-                print(name, change, *(run["loss"] for run in found), flush=True)
                 options = {key: value for key, value in asdict(configs[name, change]).items() if key != "data"}
                 cells.append({"name": name, "change": change, "config": options, "runs": found})
                 write_json(path, {**about, "data": of, "changed": cells})
+                print(name, change, *(run["loss"] for run in found), flush=True)
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -4,7 +4,7 @@
 
 Each optimizer has the options that its trials in STUDY chose at the smallest batch, then one of
 :data:`CHANGES`, with the same five seeds. Spikes are counted, too: the steps whose loss is a fifth above the mean of
-the ten steps before. Whoever was interrupted gives the same file again, at the same commit, and only the rest is run.
+the ten steps before. With the file of an interrupted study at the same commit, only the missing runs are made.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ NEEDED = {
     "eps1": "clip_threshold",
     "eps2": "clip_threshold",
 }
-"""The option without which an optimizer has not what the remedy for another package's option names.
+"""Options of other packages whose remedy not every optimizer has, each with an option that tells which optimizers do.
 
-The pair of eps is CAME's, as clip_threshold is.
+Only CAME takes a pair of eps, and only CAME has clip_threshold.
 """
 
 OF_SGD = frozenset(name for name, (package, _) in NOT_OURS.items() if package == "torch.optim.SGD")

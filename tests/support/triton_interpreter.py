@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,10 @@ def mostly_slow(kinds: Iterable[str], *quick: str) -> list[Any]:
 
 
 def mend() -> None:
-    """Round float32 to bfloat16 as devices do, and skip the slow search for functions that are already patched."""
+    """Round float32 to bfloat16 as devices do, and do once what the interpreter does for every operation.
+
+    An operation makes a dozen objects that only depend on the type and shape of its operands.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -52,6 +56,38 @@ def mend() -> None:
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+    np_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in numpy_dtypes:
+            numpy_dtypes[name] = np_dtype(dtype)
+        return numpy_dtypes[name]
+
+    interpreter._get_np_dtype = get_np_dtype
+
+    make_type, types = tl.block_type.__init__, {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = vars(self)
+        vars(self).update(types[key])
+
+    tl.block_type.__init__ = init_type
+
+    shapes: dict[Any, tuple[Any, Any]] = {}
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - as the original
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in shapes:
+            shapes[shape] = tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[shape]
+
+    tl.tensor.__init__ = init_tensor
 
 
 def only_the_first_and_the_last(part: launch_group.LaunchGroup[Any], monkeypatch: pytest.MonkeyPatch) -> None:

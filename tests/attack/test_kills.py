@@ -8,7 +8,7 @@ from tests.support import save_kill_worker
 from tests.support.attack_settings import SEED
 from tests.support.processes import assert_ended_well, outcomes
 
-KILLS = 40
+KILLS = 20
 
 
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:

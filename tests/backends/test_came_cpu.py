@@ -27,7 +27,7 @@ from bighorn.kernels.cpu.tensors import TYPES
 from bighorn.kernels.options import Factor
 from bighorn.kernels.reference import came as reference
 from tests.backends.test_threads import ENVIRONMENTS, run, run_afresh
-from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of, marks
+from tests.support.came_kernel_cases import DEFAULTS, OPTIONS, Grad, Leaf, bucket_of
 
 STATUS = kernels.status()["cpu"]
 pytestmark = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
@@ -203,9 +203,13 @@ def steps(
         assert_one_step(leaves, bucket, monkeypatch)
 
 
+OF_TILES = ("published", "everything", "no-second-memory", "no-clip", "tensor-lr")
+"""Options that are tried with all shapes; `make slow` has the others, which the table of cases has with few shapes."""
+
+
+@pytest.mark.parametrize("factor", LEAVES)
 @pytest.mark.parametrize(
-    ("factor", "name"),
-    [pytest.param(factor, name, marks=marks(factor, name)) for factor in LEAVES for name in OPTIONS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_TILES)) for name in OPTIONS]
 )
 def test_a_step_equals_the_float64_reference(factor: Factor | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = replace(DEFAULTS, factor=factor, **OPTIONS[name])
@@ -224,11 +228,10 @@ def test_large_tensors(factor: Factor, count: int, leaf: Leaf, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("factor", LEAVES)
-@pytest.mark.parametrize("name", ["published", "everything"])
 @pytest.mark.parametrize("dtypes", DTYPES)
-def test_every_dtype(factor: Factor | None, name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype(factor: Factor | None, dtypes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_param, of_grad, average = DTYPES[dtypes]
-    options = replace(DEFAULTS, factor=factor, **OPTIONS[name])
+    options = replace(DEFAULTS, factor=factor, **OPTIONS["everything"])
     leaves = tuple(
         leaf
         for leaf in LEAVES[factor]

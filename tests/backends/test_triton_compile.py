@@ -6,6 +6,7 @@ variants that together have every value of every constant.
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,31 +39,42 @@ from tests.support.triton_interpreter import compiled
 NO_SPILLS = (3, 6)
 """Older versions of Triton have an older ptxas, which may spill a few bytes to memory."""
 
-VARIANTS = [] if device.interpreted() else kernel_variants.variants()
-COVERING = kernel_variants.covering(VARIANTS)
+PARTS = 16
+"""The tests in which `make slow` compiles all variants for a target."""
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 
 @compiled
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, id=v.id, marks=[] if v.id in COVERING else [pytest.mark.slow]) for v in VARIANTS],
-)
-def test_a_kernel_compiles_without_spills_and_moves_128_bits(variant: Variant, tmp_path: Path) -> None:
-    backend = TARGETS[variant.target][0]
-    if reason := missing(backend):
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("part", [None, *(pytest.param(part, marks=[pytest.mark.slow]) for part in range(PARTS))])
+def test_kernels_compile_without_spills_and_move_128_bits(part: int | None, target: str, tmp_path: Path) -> None:
+    if reason := missing(TARGETS[target][0]):
         pytest.skip(reason)
+    every = [variant for variant in kernel_variants.variants() if variant.target == target]
+    chosen = [v for v in every if v.id in kernel_variants.covering()] if part is None else every[part::PARTS]
+    failures = []
+    for variant in chosen:
+        try:
+            compile_and_check(variant, tmp_path)
+        except Exception:
+            failures.append(f"{variant.id}:\n{traceback.format_exc()}")
+    assert not failures, f"{len(failures)} of {len(chosen)} variants fail\n" + "\n".join(failures)
+    print(f"{len(chosen)} variants compiled for {target}")
+
+
+def compile_and_check(variant: Variant, folder: Path) -> None:
+    backend = TARGETS[variant.target][0]
     constants = dict(variant.constants)
     options = dict(variant.options)
     kernel = build(variant.kernel, variant.pointers, constants, options, variant.target)
-    spilled = spilled_by_ptxas(kernel, tmp_path) if backend == "cuda" else spilled_by_amdgcn(kernel)
+    spilled = spilled_by_ptxas(kernel, folder) if backend == "cuda" else spilled_by_amdgcn(kernel)
     for registers in device.WITHOUT_SPILLS if backend == "cuda" else ():  # as `device.compiled` does
         if spilled:
             more = options | {"maxnreg": registers}
             kernel = build(variant.kernel, variant.pointers, constants, more, variant.target)
-            spilled = spilled_by_ptxas(kernel, tmp_path)
+            spilled = spilled_by_ptxas(kernel, folder)
     if VERSION < NO_SPILLS:
         if spilled:
             print(f"{variant.id} spills {spilled} bytes")
@@ -120,7 +132,7 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 @compiled
 def test_a_new_layout_compiles_every_kernel_again() -> None:
     """Triton's cache does not know the constants that a kernel finds in another module, such as columns of tables."""
-    for variant in VARIANTS:
+    for variant in kernel_variants.variants():
         constants = dict(variant.constants)
         assert constants["_SOURCES"] == launch_group.SOURCES
         keys = {source(variant.kernel, variant.pointers, constants | {"_SOURCES": number}).hash() for number in (1, 2)}

@@ -151,6 +151,7 @@ LAYOUTS: dict[str, tuple[Factor | None, tuple[Shape, ...], list[Cuts]]] = {
 }
 
 
+DOUBLED = ("both", "all-of-matrices", "unfactored-matrices")
 IN_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "average": torch.float64}
 OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_rate": 0.8, "maximize": True}
 
@@ -161,7 +162,10 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     [
         *(pytest.param(layout, {}, id=layout) for layout in LAYOUTS),
         *(pytest.param(layout, OTHER, id=f"{layout}-other") for layout in ("columns", "rows-of-matrices")),
-        *(pytest.param(layout, IN_DOUBLE, id=f"{layout}-float64") for layout in LAYOUTS),
+        *(
+            pytest.param(layout, IN_DOUBLE, id=f"{layout}-float64", marks=[pytest.mark.slow] * (layout not in DOUBLED))
+            for layout in LAYOUTS
+        ),
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:

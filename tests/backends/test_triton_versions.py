@@ -51,9 +51,7 @@ def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert f"triton {version}" in done.stdout
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) > 50
+    assert sum(map(int, re.findall(r"^(\d+) variants compiled", done.stdout, re.MULTILINE))) > 50
 
 
 def test_make_unpacks_them() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +17,11 @@ from bighorn.cli import peers
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.shapes import SHAPES
 from cliffs import CLIFFS, WRONG_BASELINE
+from tests.support.processes import Outcome, outcomes
 
-SCRIPT = """
+SCRIPT = f"""
+import sys
+sys.path[:0] = {[str(Path(bench_tables.__file__).parent), *sys.path]}
 import functools, torch
 torch.compile = functools.partial(torch.compile, backend="eager")  # or the C++ compiler takes a quarter of a minute
 from bighorn.cli.measure import PARAM_SETS, ParamSet
@@ -33,28 +34,27 @@ bench_tables.main()
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str) -> Outcome:
     """Run the program in a separate process, since it adds to the tables of the package."""
-    path = os.pathsep.join([str(Path(bench_tables.__file__).parent), *sys.path])
-    command = [sys.executable, "-c", SCRIPT, *words]
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    [ended] = outcomes(SCRIPT, [words], folder=folder)
+    return ended
 
 
 def test_the_table_of_lambrrr(tmp_path: Path) -> None:
     options = ("--shapes", "small", "--clip", "1e-4", "--seconds", "0", "--json", "bench.json")
     done = run(tmp_path, "--table", "lambrrr", *options)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.errors
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["command"].startswith("python benchmarks/bench_tables.py --table lambrrr --shapes small")
     assert content["baseline"] == "loop"
     assert "apex" in content["absent"]
-    assert "Absent: apex FusedLAMB (not installed; it is built from" in done.stdout
+    assert "Absent: apex FusedLAMB (not installed; it is built from" in done.output
     rows = {row["name"]: row for row in content["results"][0]["optimizers"] if row["name"] != "timm"}
     assert list(rows) == ["loop", "compiled", "lamb"]
     assert all(row["error"] < 2e-7 for row in rows.values())
-    [heading] = [line for line in done.stdout.splitlines() if "compile" in line and "ratio" in line]
+    [heading] = [line for line in done.output.splitlines() if "compile" in line and "ratio" in line]
     assert heading.split() == ["optimizer", "ms", "ms", "p10-p90", "ratio", "p10-p90", "compile", "error"]
-    [compiled] = [line for line in done.stdout.splitlines() if line.startswith(" compiled loop")]
+    [compiled] = [line for line in done.output.splitlines() if line.startswith(" compiled loop")]
     assert f" {bench_tables.compile_seconds(rows['compiled'])} " in compiled
     assert len(heading.rstrip()) <= 80
 
@@ -63,7 +63,7 @@ def test_the_table_of_lambrrr(tmp_path: Path) -> None:
 def test_the_table_of_cliffs(tmp_path: Path) -> None:
     names = ["missing", "transposed", "float64"]
     done = run(tmp_path, "--table", "cliffs", "--shapes", ",".join(names), "--seconds", "0", "--json", "bench.json")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.errors
     results = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert [each["shapes"] for each in results] == names
     for each in results:
@@ -71,8 +71,8 @@ def test_the_table_of_cliffs(tmp_path: Path) -> None:
         assert list(rows) == ["adamw", "adamw-foreach", "lamb", "came"]
         assert all(row["error"] is None and row["tensors"] == each["tensors"] for row in rows.values())
         assert (WRONG_BASELINE in each["notes"]) == (each["shapes"] == "transposed")
-    assert done.stdout.count(WRONG_BASELINE) == 1
-    assert "first step" in done.stdout
+    assert done.output.count(WRONG_BASELINE) == 1
+    assert "first step" in done.output
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_the_table_of_cliffs(tmp_path: Path) -> None:
 )
 def test_wrong_input_is_one_message(words: str, message: str, tmp_path: Path) -> None:
     done = run(tmp_path, *words.split())
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"Error: {message}")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.code == 1
+    assert done.errors.startswith(f"Error: {message}")
+    assert len(done.errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize("table", bench_tables.OWN_TABLES.values(), ids=bench_tables.OWN_TABLES)

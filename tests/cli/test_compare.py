@@ -6,8 +6,6 @@ import math
 import os
 import platform
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
@@ -36,7 +34,7 @@ from bighorn.cli.verdict import interval, step_seconds, unfinished, verdicts, wa
 from bighorn.cli.workers import fill, places
 from bighorn_launcher import commands
 from tests.support.command_line import Invoke, assert_self_contained
-from tests.support.processes import LIMIT
+from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
 
 
@@ -256,8 +254,7 @@ def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> Non
         "search.make = lambda *a: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 1 else make(*a)\n"
         f"small(Path({str(path)!r})).work()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], timeout=LIMIT, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert outcomes(script, [[]])[0].code == -signal.SIGKILL
     found = small(path)
     assert len(found.finished()) == 1
     assert [trial.state for trial in found._tuning[0].study.trials].count(TrialState.RUNNING) == 1

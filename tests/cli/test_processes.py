@@ -128,9 +128,9 @@ def test_two_processes_resume_what_one_has_saved(name: str, alone: Invoke) -> No
 
 
 def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
-    done = under_torchrun(tmp_path, [job(*DIGITS, fail=3)])
-    assert done.returncode != 0
-    assert "ZeroDivisionError: the reason of it all" in done.stderr
+    ended = in_processes(2, tmp_path, [job(*DIGITS, fail=3)])
+    assert ended[1].code != 0
+    assert "ZeroDivisionError: the reason of it all" in ended[1].errors
 
 
 @pytest.mark.parametrize(

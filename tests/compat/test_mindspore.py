@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,26 +166,6 @@ def test_a_call_follows_order_params() -> None:
         optim(tuple(gradient(name, number) for name, _ in order))
     plain = trained(lambda params: Lamb(grouped(params), 0.07, weight_decay=0.1))
     assert all(param.equal(plain[name]) for name, param in params.items())
-
-
-FORMS: dict[str, Callable[[], Any]] = {
-    "list": lambda: list(LRS),
-    "generator": lambda: (lr for lr in LRS),
-    "tensor": lambda: torch.tensor(LRS, dtype=torch.float64),
-    "function": lambda: LRS.__getitem__,
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_the_learning_rate(form: str) -> None:
-    ours = trained(lambda params: Lamb(params.values(), FORMS[form](), weight_decay=0.1))
-    assert_close(ours, by_scalar(lambda _: {"weight_decay": 0.1}))
-
-
-@pytest.mark.parametrize("lr", [1, 1.0, torch.tensor(1.0)])
-def test_fixed_learning_rates(lr: Any) -> None:
-    ours = trained(lambda params: Lamb(params.values(), lr, weight_decay=0.1))
-    assert_close(ours, by_scalar(lambda _: {"lr": 1.0, "weight_decay": 0.1}))
 
 
 def test_a_schedule_of_weight_decay() -> None:

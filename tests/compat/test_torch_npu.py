@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from bighorn.compat.torch_npu import NpuFusedLamb
 from tests.support.compat_training import LRS, assert_close, by_scalar, trained
@@ -120,67 +118,6 @@ def test_errors(options: dict[str, Any], error: type[Exception], message: str) -
 
 
 # ---- forbidden by its constraints, allowed by ours ----------------------------------------------------------------
-
-
-def replaced(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.data.clone()
-
-
-def shared(model: nn.Module) -> None:
-    whole = torch.cat([param.data.flatten() for param in model.parameters()])
-    torch.nn.utils.vector_to_parameters(whole, model.parameters())
-
-
-MOVES: dict[str, Callable[[nn.Module], object]] = {
-    "cpu": lambda model: model.cpu(),
-    "double-and-back": lambda model: model.double().float(),
-    "data": replaced,
-    "one-buffer": shared,
-    "channels_last": lambda model: model.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-    "grad-none": lambda model: model.zero_grad(set_to_none=True),
-    "in-place": lambda model: [param.data.mul_(1.0) for param in model.parameters()],
-}
-
-
-def moved_training(move: Callable[[nn.Module], object]) -> list[Parameter]:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
-    optimizer = NpuFusedLamb(model.parameters(), lr=0.1, weight_decay=0.1, use_global_grad_norm=True)
-    for seed in range(5):
-        optimizer.zero_grad()
-        data = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
-        model(data).square().mean().backward()
-        optimizer.step()
-        if seed in (0, 2):
-            move(model)
-    return list(model.parameters())
-
-
-@pytest.mark.parametrize("move", MOVES)
-def test_parameters_may_be_allocated_anew(move: str) -> None:
-    for ours, still in zip(moved_training(MOVES[move]), moved_training(lambda _: None), strict=True):
-        torch.testing.assert_close(ours, still, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_module_that_moves_to_another_dtype_goes_on_there(dtype: torch.dtype) -> None:
-    model = nn.Linear(6, 5)
-    still = nn.Linear(6, 5).to(dtype)
-    still.load_state_dict(model.state_dict())
-    ours, plain = (NpuFusedLamb(net.parameters(), lr=0.1, weight_decay=0.1) for net in (model, still))
-    for number in range(4):
-        if number == 2:
-            model.to(dtype)
-        for net, optimizer in ((model, ours), (still, plain)):
-            for param in net.parameters():
-                generator = torch.Generator().manual_seed(number)
-                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            optimizer.step()
-    for param, other in zip(model.parameters(), still.parameters(), strict=True):
-        assert param.dtype == dtype
-        torch.testing.assert_close(param, other, rtol=0.05, atol=0.05)
-        assert ours.state[param]["exp_avg"].dtype in (torch.float32, torch.float64)
 
 
 def test_a_parameter_set_to_none_in_its_module_is_out_of_reach_but_harmless() -> None:

@@ -118,6 +118,23 @@ def test_a_plan_serves_parameters_that_change_at_every_step(
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
+def test_parameters_that_move_into_one_buffer_go_on(kind: Kind, backend: str) -> None:
+    ends = []
+    for moves in (False, True):
+        torch.manual_seed(5)
+        parameters = [Parameter(torch.randn(9, 8)) for _ in range(3)]
+        optimizer = kind(parameters, lr=0.1, weight_decay=0.1, backend=backend)
+        for step in range(3):
+            if moves and step:
+                whole = torch.nn.utils.parameters_to_vector(parameters).detach()
+                torch.nn.utils.vector_to_parameters(whole, parameters)
+            for parameter in parameters:
+                parameter.grad = torch.randn(9, 8)
+            optimizer.step()
+        ends.append([parameter.detach() for parameter in parameters])
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+
+
 def test_parameters_that_move_onto_each_other_are_refused(kind: Kind, backend: str) -> None:
     first, second = (Parameter(torch.randn(9, 9)) for _ in range(2))
     optimizer = kind([first, second], lr=0.1, weight_decay=0.1, backend=backend)

@@ -6,7 +6,6 @@ The table and its infrastructure are installed with torch. The tests are not, an
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim import Optimizer, lr_scheduler
 from bighorn import Came, Lamb, Lars
 from bighorn.schedules import RelativeStep
 from tests.support.cases import Kind
+from tests.support.optimizer_runs import saved_and_loaded
 from tests.support.tables import for_every
 
 pytestmark = pytest.mark.long
@@ -119,45 +119,8 @@ def test_state_dict_deterministic(kind: Kind, options: dict[str, Any]) -> None:
     params, optimizer = stepped(kind, options)
     others = [Parameter(p.detach().clone()) for p in params]
     other = kind(others, **copy.deepcopy(options))
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     assert_goes_on_alike(params, optimizer, others, other)
-
-
-@EACH
-def test_save_load_equality_with_weights_only(kind: Kind, options: dict[str, Any], tmp_path: Any) -> None:
-    _, optimizer = stepped(kind, options)
-    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert loaded["param_groups"] == optimizer.state_dict()["param_groups"]
-    for key, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(loaded["state"][key][name], value) for name, value in state.items())
-
-
-@EACH
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_deepcopy_copies_all_public_attributes(way: str, kind: Kind, options: dict[str, Any]) -> None:
-    params, optimizer = stepped(kind, options)
-    both = (params, optimizer)
-    others, other = copy.deepcopy(both) if way == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert {name for name in vars(optimizer) if name[0] != "_"} == {name for name in vars(other) if name[0] != "_"}
-    assert_goes_on_alike(params, optimizer, others, other)
-
-
-@EACH
-def test_step_is_noop_when_params_have_no_grad(kind: Kind, options: dict[str, Any]) -> None:
-    params = parameters()
-    before = [p.detach().clone() for p in params]
-    kind(params, **options).step()
-    assert all(p.equal(q) for p, q in zip(params, before, strict=True))
-
-
-@EACH
-def test_step_is_noop_for_empty_grads(kind: Kind, options: dict[str, Any]) -> None:
-    empty = Parameter(torch.empty(5, 0))
-    optimizer = kind([empty], **options)
-    empty.grad = torch.empty(5, 0)
-    optimizer.step()
-    assert empty.shape == (5, 0)
 
 
 @EACH
@@ -193,21 +156,6 @@ def test_forloop_goes_right_direction(kind: Kind, options: dict[str, Any]) -> No
     for _ in range(20):
         assert isinstance(optimizer.step(closure), Tensor)
     assert closure().item() < first
-
-
-@EACH
-def test_can_load_older_state_dict(kind: Kind, options: dict[str, Any]) -> None:
-    """The groups of an older state dict lack `schedule_step` and `maximize`."""
-    params, optimizer = stepped(kind, options)
-    saved = optimizer.state_dict()
-    saved["param_groups"] = [
-        {name: value for name, value in group.items() if name not in ("schedule_step", "maximize")}
-        for group in saved["param_groups"]
-    ]
-    others = [Parameter(p.detach().clone()) for p in params]
-    other = kind(others, **copy.deepcopy(options))
-    other.load_state_dict(saved)
-    assert_goes_on_alike(params, optimizer, others, other)
 
 
 def test_param_group_with_lrscheduler_goes_right_direction(kind: Kind) -> None:

@@ -414,6 +414,7 @@ def test_doctor_says_what_there_is() -> None:
     assert "npu" in ran.output, f"no row of npu: {ran.output}"
 
 
+@pytest.mark.parametrize("mode", ["no float64"], indirect=True)
 def test_the_command_line_trains_and_resumes() -> None:
     """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
     with tempfile.TemporaryDirectory() as folder:

@@ -32,10 +32,10 @@ def test_four_ranks(scenario: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_run_on_every_layout_of_four_ranks(tmp_path: Path) -> None:
-    said(2, tmp_path)
-    names = sharding_worker.scenarios(4, Path(), all_of_them=True)
-    assert said(4, tmp_path, "all") == [dict.fromkeys(names, "")] * 4
+def test_every_run_on_every_layout(tmp_path: Path) -> None:
+    for world in (2, 4):  # two ranks write the checkpoints
+        names = sharding_worker.scenarios(world, Path(), all_of_them=True)
+        assert said(world, tmp_path, "all") == [dict.fromkeys(names, "")] * world
 
 
 @for_every("scenario", sharding_worker.scenarios(1, Path()))

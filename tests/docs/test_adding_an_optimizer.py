@@ -80,7 +80,7 @@ def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     csrc = package / "kernels" / "csrc"
     monkeypatch.setattr(library, "CSRC", csrc)
     digest = (library.sources() or b"").decode()
-    command = [COMPILER, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
+    command = [COMPILER, "-std=gnu11", "-O0", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
     command += ["-fPIC", "-shared", "-fvisibility=hidden", "-DISA=base", f'-DSOURCES="{digest}"']
     command += [*map(str, csrc.glob("*.c")), "-lm", "-lpthread", "-o", str(package / "kernels" / library.LIBRARY_NAME)]
     subprocess.run(command, check=True, timeout=LIMIT)

@@ -88,6 +88,8 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "names-twice": (r"param_groups\[0\].*2 parameters called 'a'", group(param_names=["a", "b", "a"])),
     "names-lists": ("param_names", group(param_names=[[], [], []])),
     "misspelt-option": ("'weight_decays' .did you mean 'weight_decay'", group(weight_decays=0.1)),
+    "amsgrad": ("amsgrad", group(amsgrad=0.5)),
+    "fused": ("fused", group(fused=0.5)),
     "unknown-number": ("3", lambda saved: saved["param_groups"][0].update({3: 1})),
     **{
         f"version-{version!r}": (
@@ -105,8 +107,6 @@ EDITS: dict[str, tuple[str, Edit]] = {
         for value in ("x", math.nan, -1)
     },
     "betas-out-of-range": ("betas", group(betas=(2.0, 2.0))),
-    "state-lacks-moment": ("'exp_avg'", lambda saved: saved["state"][0].pop("exp_avg")),
-    "state-lacks-step": ("'step'", lambda saved: saved["state"][0].pop("step")),
     "entry-text": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: "x"})),
     "entry-list": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: [1]})),
     "entry-none": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: None})),
@@ -123,7 +123,6 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "scales-of-another-shape": ("'exp_avg'", codes(torch.ones(1, 64, 1))),
     "scales-sparse": ("'exp_avg_scale'", codes(torch.ones(64, 1).to_sparse())),
     "scales-without-values": ("'exp_avg_scale'", codes(torch.ones(64, 1, device="meta"))),
-    "scales-negative": ("'exp_avg'", codes(-torch.ones(64, 1))),
 }
 
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import Outcome, outcomes
+
 USAGE = "usage: python -m bighorn.integrations.timm SCRIPT [arguments of the script]\n"
 
 
-def run(*arguments: str, without_timm: bool = False) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, without_timm: bool = False) -> Outcome:
     lines = ["import runpy, sys", "sys.modules['timm'] = None"][: 1 + without_timm]
     start = "; ".join([*lines, "runpy.run_module('bighorn.integrations.timm', run_name='__main__', alter_sys=True)"])
-    return subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, text=True, check=False)
+    [ended] = outcomes(start, [arguments])
+    return ended
 
 
 def test_help_is_printed() -> None:
     done = run("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(USAGE)
+    assert (done.code, done.errors) == (0, "")
+    assert done.output.startswith(USAGE)
 
 
 @pytest.mark.parametrize(
@@ -34,13 +35,13 @@ def test_help_is_printed() -> None:
 )
 def test_a_script_that_is_none_is_named(arguments: tuple[str, ...], error: str) -> None:
     done = run(*arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(USAGE)
-    assert done.stderr.endswith(f"\n\n{error}")
+    assert (done.code, done.output) == (1, "")
+    assert done.errors.startswith(USAGE)
+    assert done.errors.endswith(f"\n\n{error}")
 
 
 def test_without_timm_one_line_says_so() -> None:
     done = run(__file__, without_timm=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: timm cannot be imported: ")
-    assert done.stderr.count("\n") == 1
+    assert (done.code, done.output) == (1, "")
+    assert done.errors.startswith("error: timm cannot be imported: ")
+    assert done.errors.count("\n") == 1

@@ -80,32 +80,6 @@ def optax_lamb(dtype: torch.dtype, name: str = "lamb", **options: Any) -> list[T
     return [torch.tensor(values.tolist(), dtype=dtype) for values in params]
 
 
-OPTAX: list[dict[str, Any]] = [
-    {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1},
-    {"betas": (0.8, 0.95), "eps": 1e-2, "weight_decay": 0.01},
-    {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0},
-]
-
-
-@pytest.mark.process
-@pytest.mark.usefixtures("jax_in_double")
-@pytest.mark.parametrize("options", OPTAX, ids=["usual", "large-eps", "no-decay"])
-def test_optax_in_float64(options: dict[str, Any]) -> None:
-    ours = parameters(torch.float64)
-    train(Lamb(ours, backend="reference", **options), ours, torch.float64)
-    b1, b2 = options["betas"]
-    theirs = optax_lamb(torch.float64, b1=b1, b2=b2, eps=options["eps"], weight_decay=options["weight_decay"])
-    assert_close(ours, theirs, 2e-15)
-
-
-@pytest.mark.usefixtures("jax_in_double")
-@pytest.mark.process
-def test_optax_in_float32(backend: str) -> None:
-    ours = parameters(torch.float32)
-    train(Lamb(ours, weight_decay=0.1, backend=backend), ours, torch.float32)
-    assert_close(ours, optax_lamb(torch.float32, weight_decay=0.1), 7e-7)
-
-
 @pytest.mark.parametrize("adam", [False, True], ids=["lamb", "adam"])
 @pytest.mark.parametrize("grad_averaging", [True, False])
 @pytest.mark.parametrize("decay_mode", ["ratio", "decoupled"])

@@ -35,11 +35,14 @@ def test_choosing_a_backend_for_the_cpu_loads_no_triton() -> None:
 import sys
 from dataclasses import replace
 import torch
-from bighorn import kernels
+from bighorn import Lamb, kernels
 from bighorn.kernels.triton.trial import OPTIONS
 param = torch.ones(3, dtype=torch.float64)
 names = [kernels.pick("auto", param, replace(OPTIONS, blocks=blocks))[0] for blocks in (False, True)]
 print(names[1], "triton" in sys.modules)
+param.requires_grad_().grad = torch.ones_like(param)
+Lamb([param]).step()
+assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT)
     assert ended.stdout.split() == ["foreach", "False"]

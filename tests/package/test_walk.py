@@ -26,6 +26,7 @@ from bighorn.cli.ranks import end_process_group
 from bighorn.offloading.copies import Pairs
 from tests.support.cases import Kind
 from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
+from tests.support.processes import LIMIT, outcomes
 
 ROOT = Path(bighorn.__file__).parent
 
@@ -171,23 +172,24 @@ def test_a_whole_walk_does_not_grow(way: str, kind: Kind) -> None:
 
 
 def test_a_cached_step_of_shards_is_a_short_walk() -> None:
-    for files, moves in counts_printed_by("step_of_shards"):
+    [ended] = outcomes(Path(__file__), [["step_of_shards"]])
+    for files, moves in counts_in(ended.output):
         assert (files <= 11, moves <= 14) == (True, True), (files, moves)
 
 
 def test_a_cached_step_on_a_gpu_is_a_short_walk() -> None:
     pytest.importorskip("triton")
-    for files, moves in counts_printed_by("step_in_triton", TRITON_INTERPRET="1"):
+    command = [sys.executable, "-m", "tests.package.test_walk", "step_in_triton"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # Triton reads it when it is imported
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True, env=environment)
+    for files, moves in counts_in(done.stdout):
         assert (files <= 11, moves <= 14) == (True, True), (files, moves)
 
 
-def counts_printed_by(function: str, **environment: str) -> list[tuple[int, int]]:
-    """Return the files and moves of LAMB and of CAME, which a function of this module prints in one process."""
-    command = [sys.executable, "-m", "tests.package.test_walk", function]
-    environ = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True, env=environ)
-    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(lines) == 2
+def counts_in(output: str) -> list[tuple[int, int]]:
+    """Return the files and moves of LAMB and of CAME, which a function of this module has printed in a process."""
+    lines = [tuple(map(int, line.split())) for line in output.splitlines()]
+    assert len(lines) == 2, output
     return [(files, moves) for files, moves, _ in lines]
 
 

@@ -231,12 +231,12 @@ WAYS_THAT_KEEP: tuple[Rounding, ...] = ("stochastic", "kahan", "master")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-def test_tiny_updates_over_10_000_steps(dtype: torch.dtype) -> None:
+def test_tiny_updates_over_thousands_of_steps(dtype: torch.dtype) -> None:
     """Compared with a sum in float64, rounding to nearest loses all updates, and the other modes keep them.
 
     The usual compensation in bfloat16 keeps some: its own last bit is larger than the update.
     """
-    steps, update, count = 10_000, -3e-7, 512
+    steps, update, count = 3_750, -8e-7, 512
     start = torch.linspace(0.5, 1.0, count).to(dtype)
     exact = start.double() + steps * update
     moved = abs(steps * update)

@@ -44,40 +44,21 @@ ELSEWHERE = {
 }
 """Names of arguments in other packages that are too different from ours for `difflib`."""
 
-NOT_OURS = {
+NOT_OURS: Mapping[str, tuple[str, ...]] = {
     "foreach": ("torch.optim", 'use backend="foreach"'),
     "fused": ("torch.optim", 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"'),
     "capturable": ("torch.optim", "no option is needed; backend=... chooses the kernels"),
     "differentiable": ("torch.optim", "steps are not differentiable on any backend=...; use torch.optim for that"),
-    "amsgrad": ("torch.optim", 'use second_moment="amsgrad"'),
-    "momentum": ("torch.optim.SGD", "use betas, whose first is the decay of the first moment"),
+    "amsgrad": ("torch.optim", 'use second_moment="amsgrad"', "second_moment"),
+    "momentum": ("torch.optim.SGD", "use betas, whose first is the decay of the first moment", "betas"),
     "dampening": ("torch.optim.SGD", "leave it out"),
     "nesterov": ("torch.optim.SGD", "leave it out"),
     "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
     "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
 }
-"""Options of other optimizers: the package of each, and the remedy."""
+"""Options of other optimizers: the package of each, the remedy, and options that only some optimizers have for it."""
 
-NEEDED = {
-    "amsgrad": "second_moment",
-    "momentum": "betas",
-    "decoupled_decay": "decay_mode",
-    "caution": "cautious",
-    "adam_w_mode": "decay_mode",
-    "min_coeff": "trust_ratio_bounds",
-    "max_coeff": "trust_ratio_bounds",
-    "clamp_value": "weight_norm_bounds",
-    "debias": "bias_correction",
-    "weight_decouple": "decay_mode",
-    "eps1": "clip_threshold",
-    "eps2": "clip_threshold",
-}
-"""Options of other packages whose remedy not every optimizer has, each with an option that tells which optimizers do.
-
-Only CAME takes a pair of eps, and only CAME has clip_threshold.
-"""
-
-OF_SGD = frozenset(name for name, (package, _) in NOT_OURS.items() if package == "torch.optim.SGD")
+OF_SGD = frozenset(name for name, (package, *_) in NOT_OURS.items() if package == "torch.optim.SGD")
 """The options of torch.optim.SGD that are not ours."""
 
 
@@ -117,7 +98,7 @@ def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "op
 
 
 def refuse_unknown(
-    names: Iterable[object], known: Iterable[str], where: str, elsewhere: Mapping[str, tuple[str, str]] = NOT_OURS
+    names: Iterable[object], known: Iterable[str], where: str, elsewhere: Mapping[str, tuple[str, ...]] = NOT_OURS
 ) -> None:
     """Raise for the first name that is not known, with the name that was probably meant.
 
@@ -125,15 +106,15 @@ def refuse_unknown(
         names: The names that were given.
         known: The names that there are.
         where: What has these names.
-        elsewhere: Names in other packages: the package of each, and the remedy.
+        elsewhere: Names in other packages, as `NOT_OURS`.
     """
     known = list(known)
     for name in names:
         if name in known:
             continue
         if isinstance(name, str) and name in elsewhere:
-            whose, remedy = elsewhere[name]
-            if name in NEEDED and NEEDED[name] not in known:
+            whose, remedy, *needed = elsewhere[name]
+            if not set(needed) <= set(known):
                 remedy = "leave it out"
             raise TypeError(f"{where} got {name!r}, an option of {whose} but not of {where}: {remedy}")
         raise unknown_name(where, name, known)
@@ -180,7 +161,7 @@ def _of_a_base(kind: type[Any], name: str) -> str:
         if name in known:
             return f"; {path} has it"
         if "backend" in known and name in NOT_OURS:
-            whose, remedy = NOT_OURS[name]
+            whose, remedy, *_ = NOT_OURS[name]
             return f"; it is an option of {whose}: with {path}, {remedy}"
     return ""
 
@@ -281,9 +262,9 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def between(low: float, high: float = math.inf, *, exclusive: bool = False) -> Check:
-    """Return a check for a real number from `low` to `high`, without `high` itself if `exclusive`."""
-    return lambda name, value: number(name, value, low, high, below=exclusive)
+def between(low: float, high: float = math.inf) -> Check:
+    """Return a check for a real number from `low` to `high`."""
+    return lambda name, value: number(name, value, low, high)
 
 
 def positive(name: str, value: object) -> float:

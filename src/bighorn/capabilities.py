@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def capabilities(device: torch.device) -> Capabilities:
     float64 = _keeps(numbers, torch.float64, 2.0**500)  # beyond float32, which torch_xla on Neuron calls float64
     return Capabilities(
         float64=float64,
-        float64_norms=float64 and _norm_in_float64(numbers * 2.0**100) == 5 * 2.0**100,
+        float64_norms=float64 and float(vector_norm(numbers * 2.0**100, dtype=torch.float64)) == 5 * 2.0**100,
         bfloat16=_keeps(numbers, torch.bfloat16, 1.0),
         addresses=_has_address(numbers),
     )
@@ -59,13 +60,9 @@ def _keeps(numbers: Tensor, dtype: torch.dtype, scale: float) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ascend warns
             converted = numbers.to(dtype) * scale
-            return converted.dtype == dtype and torch.linalg.vector_norm(converted).item() == 5 * scale
+            return converted.dtype == dtype and vector_norm(converted).item() == 5 * scale
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def _norm_in_float64(numbers: Tensor) -> float:
-    return float(torch.linalg.vector_norm(numbers, dtype=torch.float64))
 
 
 def _has_address(tensor: Tensor) -> bool:

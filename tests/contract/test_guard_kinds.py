@@ -74,8 +74,8 @@ def test_a_check_of_one_tensor_does_not_keep_its_memory(guards: bool, monkeypatc
     if not guards:
         monkeypatch.setattr(plan_cache, "TensorGuards", None)
     tensor = base()
-    check, kept = plan_cache.alike_one(tensor), weakref.ref(tensor)
-    assert check(base())
-    assert not check(base().bfloat16())
+    check, kept = alike([tensor]), weakref.ref(tensor)
+    assert check([base()])
+    assert not check([base().bfloat16()])
     del tensor
     assert kept() is None

@@ -203,7 +203,7 @@ FAULTS = (
     ),
     Fault(
         "gradients that changed in flight",
-        "distributed/in_flight.py",
+        "distributed/overlap.py",
         "if replaced or self.buffer._version != self.version:",
         "if replaced:",
         "tests/distributed/test_overlap.py",

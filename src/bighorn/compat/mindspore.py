@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -133,13 +132,6 @@ class LearningRateSchedule(schedules.Schedule):
         "update_decay_steps": flag,
     }
 
-    @abstractmethod
-    def native(self) -> schedules.Schedule:
-        """Return the equivalent of `bighorn.schedules`."""
-
-    def _at(self, step: int) -> float:
-        return self.native()(step)
-
 
 @knows_its_keywords
 @dataclass(frozen=True)
@@ -169,11 +161,10 @@ class PolynomialDecayLR(LearningRateSchedule):
     power: float
     update_decay_steps: bool = False
 
-    def native(self) -> schedules.Polynomial:
-        """Return the equivalent of `bighorn.schedules`."""
+    def _at(self, step: int) -> float:
         return schedules.Polynomial(
             self.learning_rate, self.decay_steps, self.end_learning_rate, self.power, self.update_decay_steps
-        )
+        )(step)
 
 
 @knows_its_keywords
@@ -197,9 +188,8 @@ class WarmUpLR(LearningRateSchedule):
     learning_rate: float
     warmup_steps: int
 
-    def native(self) -> schedules.WarmUp:
-        """Return the equivalent of `bighorn.schedules`."""
-        return schedules.WarmUp(self.learning_rate, self.warmup_steps)
+    def _at(self, step: int) -> float:
+        return schedules.WarmUp(self.learning_rate, self.warmup_steps)(step)
 
 
 @knows_its_keywords
@@ -230,9 +220,8 @@ class CosineDecayLR(LearningRateSchedule):
         if self.min_lr >= self.max_lr:
             raise ValueError(f"min_lr={self.min_lr!r} must be below max_lr={self.max_lr!r}; min_lr is the first")
 
-    def native(self) -> schedules.Cosine:
-        """Return the equivalent of `bighorn.schedules`."""
-        return schedules.Cosine(self.max_lr, self.decay_steps, self.min_lr)
+    def _at(self, step: int) -> float:
+        return schedules.Cosine(self.max_lr, self.decay_steps, self.min_lr)(step)
 
 
 @knows_its_keywords
@@ -260,9 +249,8 @@ class ExponentialDecayLR(LearningRateSchedule):
     decay_steps: int
     is_stair: bool = False
 
-    def native(self) -> schedules.Exponential:
-        """Return the equivalent of `bighorn.schedules`."""
-        return schedules.Exponential(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+    def _at(self, step: int) -> float:
+        return schedules.Exponential(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)(step)
 
 
 @knows_its_keywords
@@ -292,9 +280,8 @@ class NaturalExpDecayLR(LearningRateSchedule):
     decay_steps: int
     is_stair: bool = False
 
-    def native(self) -> schedules.NaturalExp:
-        """Return the equivalent of `bighorn.schedules`."""
-        return schedules.NaturalExp(self.learning_rate, self.decay_rate, self.decay_steps if self.is_stair else 1)
+    def _at(self, step: int) -> float:
+        return schedules.NaturalExp(self.learning_rate, self.decay_rate, self.decay_steps if self.is_stair else 1)(step)
 
 
 @knows_its_keywords
@@ -322,9 +309,8 @@ class InverseDecayLR(LearningRateSchedule):
     decay_steps: int
     is_stair: bool = False
 
-    def native(self) -> schedules.Inverse:
-        """Return the equivalent of `bighorn.schedules`."""
-        return schedules.Inverse(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)
+    def _at(self, step: int) -> float:
+        return schedules.Inverse(self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair)(step)
 
 
 # ---- loss scale managers ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,21 +18,51 @@ if TYPE_CHECKING:
     from bighorn.distributed.overlap import TailOverlap
 
 
-class Scaled:
-    """A stand-in that a GradScaler steps: it has the found_inf of all ranks in place of their gradients."""
+class StandIn:
+    """A stand-in that a GradScaler steps: its only gradient is not finite if one that is elsewhere is not.
+
+    Args:
+        scaler: The scaler.
+        name: The name of the gradient in the scaler's messages.
+        take: A function that takes the step, with the scaler's `grad_scale` and `found_inf`.
+    """
 
     _step_supports_amp_scaling = True
     grad_scale: Tensor
     """The GradScaler sets `grad_scale` and `found_inf` during its step."""
     found_inf: Tensor
 
+    def __init__(self, scaler: GradScaler, name: str, take: Callable[[Tensor, Tensor], None]) -> None:
+        self._scaler, self._name, self._take = scaler, name, take
+        self.param_groups: list[dict[str, Any]] = []
+
+    def step_all(self, overflows: Tensor) -> None:
+        """Step as `scaler.step(optimizer)` does, given a number that is above 0 if a gradient is not finite."""
+        shown = torch.zeros((), dtype=torch.float32, device=overflows.device)
+        shown.grad = torch.where(overflows > 0, torch.inf, shown)
+        self.param_groups = [{"params": [shown], "param_names": [self._name]}]
+        # GradScaler keeps these if a step raises, and multiplies the next scale by the old one.
+        vars(self).pop("grad_scale", None)
+        vars(self).pop("found_inf", None)
+        self._scaler.step(cast(Optimizer, self))
+
+    def step(self) -> None:
+        """Take the step; the scaler calls this method."""
+        self._take(self.grad_scale, self.found_inf)
+
+
+class Scaled:
+    """The scaler of a TailOverlap, which has the found_inf of all ranks while gradients are in flight."""
+
+    inv_scale: Tensor
+    late: Tensor
+    """Whether the present step uses sums that have overflowed."""
+
     def __init__(self, overlap: TailOverlap, scaler: GradScaler) -> None:
         self.overlap = overlap
         self.scaler = scaler
-        self.param_groups: list[dict[str, Any]] = []
+        self.stand_in = StandIn(scaler, "a gradient on one of the ranks", self._take_step)
         self.verdict: tuple[dist.Work, Tensor] | None = None
-        self.inv_scale: Tensor | None = None
-        self.late: Tensor | None = None
         self.late_before: DeferredScalar | None = None
         """Whether the last step used sums that had overflowed."""
 
@@ -45,7 +76,8 @@ class Scaled:
 
     def step_all(self, in_flight: bool) -> None:
         """Step as `scaler.step(optimizer)` does."""
-        if self.late_before is not None and self.late_before.read():
+        late, self.late_before = self.late_before, None
+        if late is not None and late.read():
             self.overlap.synchronize()  # gloo may abort a process that ends with gradients in flight
             raise RuntimeError(
                 "gradients that were finite on every rank overflowed as they were summed, at the top of their dtype, "
@@ -63,38 +95,29 @@ class Scaled:
         self.verdict = self.verdict or self.launch_verdict()
         work, verdict = self.verdict
         work.wait()
-        shown = torch.zeros_like(verdict)
-        shown.grad = torch.where(verdict > 0, torch.inf, 0.0)
-        self.param_groups = [{"params": [shown], "param_names": ["a gradient on one of the ranks"]}]
-        # GradScaler keeps these if a step raises, and multiplies the next scale by the old one.
-        vars(self).pop("grad_scale", None)
-        vars(self).pop("found_inf", None)
-        self.scaler.step(cast(Optimizer, self))
+        self.stand_in.step_all(verdict)
 
-    def step(self) -> None:
-        """Step with gradients in flight; the scaler calls this method."""
+    def _take_step(self, grad_scale: Tensor, found_inf: Tensor) -> None:
+        """Step with gradients in flight."""
         optimizer = self.overlap.optimizer
         fused = any(getattr(optimizer, name, False) for name in ("_step_supports_amp_scaling", "takes_grad_scale"))
         # As in GradScaler, the host waits only for an optimizer that cannot skip a step itself.
-        if not fused and self.found_inf.item():
+        if not fused and found_inf.item():
             self.overlap.synchronize()
             return
-        device = self.found_inf.device
-        self.late = torch.zeros((), device=device)
-        self.inv_scale = torch.ones((), device=device) if fused else inverse(self.grad_scale)
+        self.late = torch.zeros_like(found_inf)
+        self.inv_scale = torch.ones_like(found_inf) if fused else inverse(grad_scale)
         if fused:
-            vars(optimizer).update(grad_scale=self.grad_scale, found_inf=self.found_inf)
+            vars(optimizer).update(grad_scale=grad_scale, found_inf=found_inf)
         try:
             self.overlap._step_in_flight()
         finally:
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
-        self.late_before = DeferredScalar(self.late * (self.found_inf == 0))
+        self.late_before = DeferredScalar(self.late * (found_inf == 0))
 
     def on_arrival(self, buffer: Tensor) -> None:
         """Unscale gradients that have arrived, unless the optimizer does so, and record whether they are not finite."""
-        assert self.late is not None
-        assert self.inv_scale is not None
         late = self.late.to(buffer.device)
         unscale(buffer, late, self.inv_scale.to(buffer.device))
         # torch's function does not (2.13). If the step fails, these gradients must not be unscaled again.

@@ -5,23 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-
-@runtime_checkable
-class StepsAhead(Protocol):
-    """An optimizer that can step a parameter before the gradients of the others are complete."""
-
-    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
-        """Step one parameter and drop its gradient; a later `step()` ends the step."""
-
-    def whole_step_reason(self) -> str | None:
-        """The reason why every gradient is needed first, or None."""
+from bighorn.distributed.step_in_parts import BighornOptimizer
 
 
 class Release:
@@ -98,7 +89,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    if not isinstance(optimizer, StepsAhead):
+    if not isinstance(optimizer, BighornOptimizer):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer is {kind}, which has no step_param(param): use Lamb, Came or Lars")
     if (reason := optimizer.whole_step_reason() or _unsupported_reason(model, optimizer, set(held))) is not None:

@@ -6,7 +6,6 @@ rank's range of a parameter becomes a tensor of its own, which the inner optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
             "chained_optimizers"
         )
     names, ranges = _names(distributed.model_chunks), _ranges(distributed.gbuf_ranges)
-    cut_up = any(group is not None and group.size() > 1 for group in _tensor_parallel_groups(distributed))
+    tensor_parallel = [getattr(buffer, "tp_group", None) for buffer in distributed.buffers]
+    cut_up = any(group is not None and group.size() > 1 for group in tensor_parallel)
     groups = []
     for index, group in enumerate(distributed.optimizer.param_groups):
         params = [*distributed.model_fp32_groups[index], *distributed.model_float16_groups[index]]
@@ -99,10 +99,6 @@ def _ranges(gbuf_ranges: Any) -> dict[Tensor, Any]:
         for bucket in buckets
         for param, held in bucket["param_map"].items()
     }
-
-
-def _tensor_parallel_groups(distributed: Any) -> Iterator[Any]:
-    return (getattr(buffer, "tp_group", None) for buffer in distributed.buffers)
 
 
 def _empty(distributed: Any) -> Parameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,50 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from bighorn.distributed.grad_scaler import Scaled, unscale
-from bighorn.distributed.in_flight import InFlightBucket
-from bighorn.distributed.step_in_parts import StepsInParts, step_in_parts, whole_step_reason
+from bighorn.distributed.step_in_parts import step_in_parts, whole_step_reason
+
+
+@dataclass
+class InFlightBucket:
+    """A bucket of gradients in flight. The gradients of its parameters are views of its buffer."""
+
+    work: dist.Work | None
+    params: list[Tensor]
+    buffer: Tensor
+    overflow: Tensor | None
+    """1.0 if this rank's own values in the buffer are not finite, else 0.0; None without a scaler."""
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.buffer._version
+
+    def wait(self) -> None:
+        """Return when the buffer may be read. The host may continue earlier, but the device's stream waits."""
+        if self.work is None:
+            return
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} waited in vain for the gradients of the other ranks; most likely one of them "
+                f"has stopped, and its own output says why ({error})"
+            ) from error
+        self.work = None
+
+    def check_untouched(self) -> None:
+        """Raise if gradients were changed in flight, since every rank would continue with different ones."""
+        replaced = any(p.grad is not None and not within(p.grad, self.buffer) for p in self.params)
+        if replaced or self.buffer._version != self.version:
+            raise RuntimeError(
+                "gradients were changed while they were in flight (by clip_grad_norm_ and the like between backward() "
+                "and step(), or by a step that has failed after it unscaled some): call overlap.synchronize() before "
+                "that; overlap.zero_grad() forgets these"
+            )
+
+
+def within(grad: Tensor, buffer: Tensor) -> bool:
+    """Whether the memory of a gradient is inside a buffer."""
+    return not grad.numel() or buffer.data_ptr() <= grad.data_ptr() < buffer.data_ptr() + buffer.nbytes
 
 
 class TailOverlap:
@@ -154,8 +197,8 @@ class TailOverlap:
         if self._scaled is None:
             buffer.div_(self._world)
         else:
-            overflow = torch.zeros((), device=buffer.device)
-            unscale(buffer, overflow, torch.full((), 1 / self._world, device=buffer.device))
+            overflow = torch.zeros((), dtype=torch.float32, device=buffer.device)
+            unscale(buffer, overflow, torch.full_like(overflow, 1 / self._world))
             if bucket.is_last():
                 self._scaled.verdict = self._scaled.launch_verdict(overflow)
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
@@ -202,10 +245,7 @@ class TailOverlap:
                 if self._scaled is not None:
                     self._scaled.on_arrival(self._in_flight[part - 1].buffer)
 
-        if isinstance(optimizer, StepsInParts):
-            optimizer.step_in_parts(parts, wait)
-        else:
-            step_in_parts(optimizer, parts, wait)
+        step_in_parts(optimizer, parts, wait)
 
     def _here(self) -> list[Tensor]:
         """The optimizer's parameters whose gradients are not in flight, since the model does not hold them."""

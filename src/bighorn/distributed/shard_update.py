@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn.distributed import sharding
+from bighorn.distributed.step_in_parts import BighornOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
-
-
-@runtime_checkable
-class GoesOnRanks(Protocol):
-    """An optimizer that can be constructed again for a rank's share of the parameters, with norms over all ranks."""
-
-    def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Optimizer:
-        """Return a fresh optimizer with the same options for this rank's share of each group."""
 
 
 def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedundancyOptimizer:
@@ -91,7 +84,7 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
     def build(part: list[dict[str, Any]]) -> Optimizer:
         if names:
             part = [own | {"param_names": [names[param] for param in own["params"]]} for own in part]
-        if isinstance(optimizer, GoesOnRanks):
+        if isinstance(optimizer, BighornOptimizer):
             return optimizer.on_ranks(part, group)
         taken = inspect.signature(type(optimizer)).parameters
         return type(optimizer)(part, **{name: value for name, value in optimizer.defaults.items() if name in taken})

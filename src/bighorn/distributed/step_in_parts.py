@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -18,6 +18,25 @@ class StepsInParts(Protocol):
 
     def step_in_parts(self, parts: Parts, wait: Wait) -> None:
         """Take one step; `wait(i)` returns when the gradients of `parts[i]` may be read, earlier parts first."""
+
+
+@runtime_checkable
+class BighornOptimizer(Protocol):
+    """An optimizer of Bighorn, as far as distributed training and offload use more of it than of others."""
+
+    def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Optimizer:
+        """Return a fresh optimizer with the same options for this rank's share of each group."""
+
+    def step_in_parts(
+        self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None
+    ) -> None:
+        """Take one step, part by part."""
+
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
+        """Step one parameter and drop its gradient; a later `step()` ends the step."""
+
+    def whole_step_reason(self) -> str | None:
+        """The reason why every gradient is needed first, or None."""
 
 
 def whole_step_reason(optimizer: Optimizer) -> str | None:
@@ -45,6 +64,11 @@ def step_in_parts(
 
     `stepped(i)` is called as soon as `parts[i]` has taken the step.
     """
+    if isinstance(optimizer, StepsInParts):
+        optimizer.step_in_parts(parts, wait)
+        for i in range(len(parts)):
+            stepped(i)
+        return
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch's wrapper, whose hooks have run already
         step = step.__wrapped__  # type: ignore[attr-defined]

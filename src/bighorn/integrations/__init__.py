@@ -57,9 +57,7 @@ class OwnSchedule(LRScheduler):
         """Return the learning rate of each group: that of the last step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each group: that of the last step."""
-        return self.get_last_lr()
+    get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps; the optimizer's `state_dict` has the position of its schedules."""

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from bighorn import arguments
 from bighorn.distributed import sharding
-from bighorn.distributed.gradient_release import StepsAhead
-from bighorn.distributed.step_in_parts import whole_step_reason
+from bighorn.distributed.step_in_parts import BighornOptimizer, whole_step_reason
 from bighorn.offloading.copies import AcceleratorCopies, Copies
 from bighorn.offloading.optimizer import OffloadedOptimizer
 
@@ -86,7 +85,12 @@ def offload(
         ...     print(str(error).partition(":")[0])
         the parameters are on cpu, so there is nothing to offload
     """
-    check_types(model, optimizer, scaler)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
     arguments.choice(*OVERLAPS)("overlap", overlap)
     arguments.flag("masters", masters)
     arguments.max_norm("max_grad_norm", max_grad_norm)
@@ -110,16 +114,6 @@ def offload(
         scaler=scaler,
         bucket_bytes=int(bucket_mb * 1e6),
     )
-
-
-def check_types(model: object, optimizer: object, scaler: object) -> None:
-    """Raise for an argument of the wrong type."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
 
 
 def device_of(params: Sequence[Tensor], stands_in: bool) -> torch.device:
@@ -164,7 +158,7 @@ def _optimizer_reason(optimizer: Optimizer, clips: bool) -> str | None:
     for name in ("capturable", "differentiable"):
         if any(group.get(name) for group in optimizer.param_groups):
             return f"optimizer was made with {name}=True, which steps on the CPU do not support: leave it out"
-    if clips and isinstance(optimizer, StepsAhead):
+    if clips and isinstance(optimizer, BighornOptimizer):
         return f"max_grad_norm is an option of {type(optimizer).__name__} itself: give it to the optimizer"
     return None
 

@@ -16,6 +16,8 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from bighorn.distributed import sharding
+from bighorn.distributed.grad_scaler import StandIn
+from bighorn.distributed.step_in_parts import BighornOptimizer
 from bighorn.offloading.copies import Copies
 from bighorn.offloading.forward import before_use
 from bighorn.offloading.params import (
@@ -25,7 +27,7 @@ from bighorn.offloading.params import (
     offloaded_params,
     with_masters,
 )
-from bighorn.offloading.step import NUMBER_BYTES, ClipsItself, OffloadedStep, ScaledStep, StepSetup
+from bighorn.offloading.step import NUMBER_BYTES, OffloadedStep, StepSetup
 from bighorn.offloading.worker import Job, Worker
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -67,7 +69,7 @@ class OffloadedOptimizer(Optimizer):
         self._params = {id(param.device): param for group in self._groups for param in group}
         params = list(self._params.values())
         self._sharded = any(sharding.is_sharded(param.device) for param in params)
-        clips_itself = isinstance(optimizer, ClipsItself) and optimizer.whole_step_reason() is not None
+        clips_itself = isinstance(optimizer, BighornOptimizer) and optimizer.whole_step_reason() is not None
         self._setup = StepSetup(
             optimizer,
             params,
@@ -80,7 +82,7 @@ class OffloadedOptimizer(Optimizer):
             copies.pinned(NUMBER_BYTES),
         )
         self._current = OffloadedStep(self._setup)
-        self._scaled = None if scaler is None else ScaledStep(scaler, self._take_step)
+        self._scaled = None if scaler is None else StandIn(scaler, "an offloaded gradient", self._take_step)
         self._accumulates = self._complete = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._complete = True

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from bighorn.distributed import sharding
-from bighorn.distributed.gradient_release import StepsAhead
+from bighorn.distributed.step_in_parts import BighornOptimizer
 from bighorn.kernels.rounding import LOW
 from bighorn.offloading.copies import Copies
 
@@ -131,7 +131,7 @@ def offloaded_params(
     dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
     weights = slots(here, [param.dtype for param in params], copies)
     # Optimizers of torch want gradients of their parameter's dtype, and so do parameters before torch 2.10.
-    wide = masters and not (isinstance(optimizer, StepsAhead) and hasattr(Tensor, "grad_dtype"))
+    wide = masters and not (isinstance(optimizer, BighornOptimizer) and hasattr(Tensor, "grad_dtype"))
     grads = slots(here, [torch.promote_types(dtype, torch.float32) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
     labels = [names.get(id(param), f"parameter {number} of the optimizer") for number, param in enumerate(params)]

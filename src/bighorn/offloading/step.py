@@ -8,9 +8,7 @@ sends the last one, and `send_numbers` sends what a clip and a scaler know of al
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 
 from bighorn.arguments import shortened
 from bighorn.distributed.grad_scaler import inverse
-from bighorn.distributed.step_in_parts import Parts, StepsInParts, Wait, step_in_parts
+from bighorn.distributed.step_in_parts import BighornOptimizer, StepsInParts, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
 from bighorn.offloading.worker import Job, Latch
@@ -27,19 +25,6 @@ from bighorn.square_sums import root, square_sums
 
 NUMBER_BYTES = 3 * 8
 """The bytes of the numbers that a step needs from the device: a norm, the scaler's scale, and its found_inf."""
-
-
-@runtime_checkable
-class ClipsItself(Protocol):
-    """An optimizer that steps in parts, and that clips and unscales by itself, as Lamb and Came do."""
-
-    def step_in_parts(
-        self, parts: Parts, wait: Wait, stepped: Wait | None, square_sum: Callable[[], Tensor] | None
-    ) -> None:
-        """Take one step, part by part."""
-
-    def whole_step_reason(self) -> str | None:
-        """The reason why every gradient is needed first, or None."""
 
 
 @dataclass(eq=False)
@@ -245,7 +230,7 @@ class OffloadedStep:
     def _take_step(self) -> None:
         optimizer, factors, scaled = self.setup.optimizer, list[Tensor](), set[int]()
         parts = step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets)
-        clips_itself = isinstance(optimizer, ClipsItself)
+        clips_itself = isinstance(optimizer, BighornOptimizer)
         if not clips_itself and isinstance(optimizer, StepsInParts):
             parts = [self.buckets]  # since it does not say when a part has taken the step
         params = [[param for bucket in part for param in bucket.params] for part in parts]
@@ -266,7 +251,7 @@ class OffloadedStep:
                 bucket.send_weights(self.setup.copies)
             self.in_doubt = []
 
-        if isinstance(optimizer, ClipsItself):
+        if isinstance(optimizer, BighornOptimizer):
             scaler = {} if self.setup.scaler is None else self._arrived_numbers()
             scaler.pop("norm", None)
             vars(optimizer).update(scaler)
@@ -284,11 +269,7 @@ class OffloadedStep:
                 bucket.land()
             return
         factors += self._factors(numbers)
-        if isinstance(optimizer, StepsInParts):
-            optimizer.step_in_parts(hosts, wait)
-            stepped(0)
-        else:
-            step_in_parts(optimizer, hosts, wait, stepped)
+        step_in_parts(optimizer, hosts, wait, stepped)
 
     def _arrived_numbers(self) -> dict[str, Tensor]:
         if self._numbers_arrival is not None:
@@ -333,38 +314,6 @@ class OffloadedStep:
             f"the step has failed ({self.error!r}) when {text}: load a checkpoint of model and optimizer, or go on "
             "with these weights, and forget the gradients of the others, with optimizer.zero_grad()"
         )
-
-
-class ScaledStep:
-    """A stand-in that a GradScaler steps: its only gradient is not finite if one on the host is not.
-
-    Args:
-        scaler: The scaler.
-        take: A function that takes the step, with the scaler's `grad_scale` and `found_inf`.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor
-    """The GradScaler sets `grad_scale` and `found_inf` during its step."""
-    found_inf: Tensor
-
-    def __init__(self, scaler: GradScaler, take: Callable[[Tensor, Tensor], None]) -> None:
-        self._scaler, self._take = scaler, take
-        self.param_groups: list[dict[str, Any]] = []
-
-    def step_all(self, overflows: Tensor) -> None:
-        """Step as `scaler.step(optimizer)` does, given how many gradients are not finite."""
-        shown = torch.zeros((), device=overflows.device)
-        shown.grad = torch.where(overflows > 0, torch.inf, 0.0).float()
-        self.param_groups = [{"params": [shown], "param_names": ["an offloaded gradient"]}]
-        # GradScaler keeps these if a step raises, and multiplies the next scale by the old one.
-        vars(self).pop("grad_scale", None)
-        vars(self).pop("found_inf", None)
-        self._scaler.step(cast(Optimizer, self))
-
-    def step(self) -> None:
-        """Take the step; the scaler calls this method."""
-        self._take(self.grad_scale, self.found_inf)
 
 
 def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:

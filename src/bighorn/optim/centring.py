@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Shard
-from bighorn.square_sums import square_sums
 
 
 class Centred(NamedTuple):
@@ -35,19 +34,7 @@ class Centred(NamedTuple):
         else:
             self.to.copy_(self.grad)
         # The last bits of a sum must depend neither on the gradient's strides nor on the parameter's, which `to` has.
-        return self.shard.box(self.to).contiguous().sum(dim=self._inner, keepdim=True)
-
-    def is_split(self) -> bool:
-        """Whether other ranks have elements of the same rows."""
-        return self.shard.splits(self._inner)
-
-    def spread(self, sums: Tensor) -> Tensor:
-        """Return sums of this rank's rows at their positions in those of the whole tensor."""
-        return self.shard.spread(sums, self._inner)
-
-    def cut(self, sums: Tensor) -> Tensor:
-        """Return this rank's rows of the sums of the whole tensor."""
-        return self.shard.cut(sums, self._inner)
+        return self.shard.box(self.to).contiguous().sum(dim=self.inner, keepdim=True)
 
     def write(self, sums: Tensor) -> None:
         """Write the gradient without the means, from the sums of whole rows."""
@@ -60,7 +47,8 @@ class Centred(NamedTuple):
             self.to.copy_(self.shard.unbox(self.shard.box(self.to) - mean))
 
     @property
-    def _inner(self) -> tuple[int, ...]:
+    def inner(self) -> tuple[int, ...]:
+        """The dims over which means are taken."""
         return tuple(range(self.first, len(self.shard.shape)))
 
 
@@ -72,17 +60,12 @@ def centre(gradients: Iterable[Centred]) -> Generator[Tensor, None, None]:
     split: list[tuple[Centred, Tensor]] = []
     for each in gradients:
         sums = each.sums()
-        if each.is_split():
-            split.append((each, each.spread(sums)))
+        if each.shard.splits(each.inner):
+            split.append((each, each.shard.spread(sums, each.inner)))
         else:
             each.write(sums)
     if not split:
         return
     yield (all_sums := torch.cat([sums.flatten() for _, sums in split]))
     for (each, sums), whole in zip(split, torch.split(all_sums, [sums.numel() for _, sums in split]), strict=True):
-        each.write(each.cut(whole.view_as(sums)))
-
-
-def square_sum(gradients: Iterable[Centred], device: torch.device) -> Tensor:
-    """Return the sum of the squares of the gradients themselves on this rank, as `square_sums.square_sum`."""
-    return square_sums([each.grad for each in gradients if each.grad is not None], device).sum(dim=0)
+        each.write(each.shard.cut(whole.view_as(sums), each.inner))

@@ -91,35 +91,29 @@ def converted(
     return {**state_dict, "state": states, "param_groups": ours}
 
 
-class OpaqueTensor:
-    """A wrapper to pass a tensor through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
+class OpaqueState:
+    """A wrapper to pass a state through `Optimizer.load_state_dict`, which casts tensors to the parameter's dtype.
 
     Torch calls its cast as an attribute of `Optimizer` itself, so an override in a subclass has no effect (torch 2.13).
     It leaves values of unknown types unchanged.
     """
 
-    __slots__ = ("tensor",)
+    __slots__ = ("entries",)
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
 
 
 def wrap(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a `state_dict` whose state tensors are opaque."""
-
-    def wrapped(state: object) -> object:
-        if not isinstance(state, dict):
-            return state
-        return {name: OpaqueTensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
-
-    return {**state_dict, "state": {key: wrapped(state) for key, state in state_dict["state"].items()}}
+    """Return a `state_dict` whose states are opaque."""
+    return {**state_dict, "state": {key: OpaqueState(state) for key, state in state_dict["state"].items()}}
 
 
 def unwrap(state: object) -> object:
-    """Return one parameter's state with copies of the wrapped tensors, since torch copies them as well."""
-    if not isinstance(state, dict):
+    """Return one parameter's state; of an opaque one with copies of the tensors, since torch copies them as well."""
+    if not isinstance(state, OpaqueState):
         return state
-    return {name: value.tensor.clone() if isinstance(value, OpaqueTensor) else value for name, value in state.items()}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.entries.items()}
 
 
 def loaded_states(
@@ -130,7 +124,7 @@ def loaded_states(
     Args:
         groups: The loaded groups, with the parameters themselves.
         flat: The parameters in the flat tensors of each group.
-        loaded: The loaded states, with opaque tensors.
+        loaded: The loaded states, which may be opaque.
         algorithm: The algorithm, which declares the state tensors.
 
     Raises:

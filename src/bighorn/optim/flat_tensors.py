@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,11 +60,6 @@ def joining(
     flat = FlatParams.of(layout, tensors, what)
     settings.refuse_to_add_up_over(flat.group.ranks)
     return flat
-
-
-def names_in(flat: list[FlatParams | None]) -> Iterator[str]:
-    """Yield the names of the parameters in flat tensors."""
-    return (param.name for group in flat if group is not None for param in group.params)
 
 
 def check_grads(groups: list[Group], flat: list[FlatParams | None]) -> None:

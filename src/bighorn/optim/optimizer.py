@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,16 +20,17 @@ from torch.optim.optimizer import ParamsT
 
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
+from bighorn.distributed.flat import FlatParams
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
-from bighorn.optim.eager import eager
 from bighorn.optim.param_groups import Order
-from bighorn.optim.param_info import Indices, ParamInfo, check_backend, info_of, infos_of, parameters
+from bighorn.optim.param_info import Indices, ParamInfo, check_backend, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
-from bighorn.optim.replaced_params import WithFlatTensors
+from bighorn.optim.replaced_params import GivenParams, adopted
+from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
 from bighorn.optim.step_options import (
@@ -37,21 +38,36 @@ from bighorn.optim.step_options import (
     OptionGuard,
     ScheduledOptions,
     ScheduleStep,
+    attach_all,
     attach_schedules,
-    begin_step,
     value_at,
 )
-from bighorn.optim.step_param import BegunStep, StepParameter, check_step_param
+from bighorn.optim.step_param import BegunStep, can_step, check_step_param
 from bighorn.optim.step_plan import PartCall, StepPlan, scale_and_mask, square_sum_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 NO_ARGUMENTS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
 
 
-class KernelOptimizer(StepParameter, WithFlatTensors):
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """Like `torch.compiler.disable`, which would import dynamo, inductor and triton with `import bighorn`: 1.7 s.
+
+    The lazy form of torch imports them in the first call. It is not a public name, but `torch.optim` uses it.
+    """
+    wrapper = _disable_dynamo(function)
+    # torch.optim's wrapper of step inherits the attribute. Without it, dynamo traces that wrapper and warns (torch
+    # 2.13).
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+class KernelOptimizer(Reports):
     """A `torch.optim.Optimizer` whose mathematics is in `bighorn.kernels`."""
 
     algorithm: ClassVar[Algorithm[Any]]
@@ -71,6 +87,18 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
     _order: Order
     _guard: OptionGuard
     _plans: PlanCache
+    _flat: list[FlatParams | None]
+    """The parameters in the flat tensors of each group; None for a group of parameters."""
+    _given: list[GivenParams]
+    """The parameters of each group when it was added, to notice that a framework has replaced them."""
+    _firsts: list[int]
+    """The first parameter of each group at the last step, by its `id`."""
+    _groups: list[Group]
+    """All groups, also while a framework has left only some of them in `param_groups`."""
+    _partial: dict[tuple[int, ...], Any]
+    """Optimizers that step some of the groups, by the indices of these."""
+    _begun: BegunStep | None = None
+    """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
     """The prefix of wrappers that groups remove from every parameter's name; None if parameters have no names."""
     _agreed: bool = False
@@ -106,7 +134,8 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self._order = param_groups.order_indices(ordered, self.param_groups)
         if not partial:
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
-            self._settings.check_exclusions([*names, *flat_tensors.names_in(self._flat)])
+            names += [param.name for held in self._flat if held is not None for param in held.params]
+            self._settings.check_exclusions(names)
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
         """Return a fresh optimizer with the same options for this rank's share of the parameters.
@@ -154,11 +183,13 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         scheduled: ScheduledOptions = {}
         attach_schedules(group, scheduled)
         if self._settings.backend != "auto":
-            check_backend(group, tensors, self.algorithm, self._settings.backend)
+            check_backend(group, len(self.param_groups), tensors, self.algorithm, settings)
         super().add_param_group(group)
         self._agreed = False
         self._scheduled.append(scheduled)
-        self._add_flat(flat, group)
+        self._flat.append(flat)
+        self._given.append(GivenParams.of(group))
+        self._firsts, self._groups = self._first_ids(), self.param_groups
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
@@ -228,11 +259,26 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     @eager
     @torch.no_grad()
-    def _step_now(self, param: Tensor) -> None:
+    def step_param(self, param: Tensor, group: dict[str, Any] | None = None) -> None:
+        """Step one parameter now and drop its gradient; a later `step()` steps the others and ends the step.
+
+        The options are those at the first call in a step. `bighorn.release_gradients` calls this inside backward.
+
+        Args:
+            param: A parameter of this optimizer, with a gradient.
+            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and a second gradient ends
+                the step, since that trainer calls no `step()`. Default: None.
+
+        Raises:
+            RuntimeError: As for `step`; or the parameter has taken this step already.
+            ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
+        """
+        if group is not None and not can_step(self, self._begun, param, group):
+            return
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
-        check_step_param(param, indices, begun, lambda at, which: self._param_info(*at, which).label)
+        check_step_param(param, indices, begun, self.param_groups)
         schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices)
         for launch in plan.kernels:
@@ -245,11 +291,21 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         # Autograd may have saved the old parameter; compiled kernels do not increment the version counter.
         torch.autograd.graph.increment_version(param)
 
+    def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
+        """Step one parameter now, as `step_param(parameter, group)` does.
+
+        Args:
+            parameter: A parameter of this optimizer, with a gradient or without.
+            group: Its group.
+            i: Its position in the group, which is not needed. Default: None.
+        """
+        del i
+        self.step_param(parameter, group)
+
     def whole_step_reason(self) -> str | None:
         """The reason why every gradient is needed before the first parameter is written, or None."""
-        for name in ("max_grad_norm", "skip_nonfinite"):
-            if getattr(self._settings, name):
-                return f"{name}={getattr(self._settings, name)!r} looks at all gradients first; leave it out"
+        if (option := self._settings.all_grads_option) is not None:
+            return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
 
     def _step(
@@ -315,21 +371,60 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
 
     # ---- the parts of a step ------------------------------------------------------------------------------
 
+    def _first_ids(self) -> list[int]:
+        return [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
+
     def _notice_replaced(self) -> None:
         """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
-        firsts = [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
-        if firsts != self._firsts and len(firsts) == len(self._firsts):
-            self._adopt_replaced()
+        firsts = self._first_ids()
+        if firsts == self._firsts or len(firsts) != len(self._firsts):
+            return
+        flat, given = list(self._flat), list(self._given)
+        for index, group in enumerate(self.param_groups):
+            if given[index].replaced(group):
+                flat[index] = adopted(group, index, self._given, self.algorithm, self._settings)
+                given[index] = GivenParams.of(group) if flat[index] is None else given[index]
+        self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
+        self._forget_plans()
+
+    def _groups_step(self) -> bool:
+        """Take a step of the groups that `param_groups` has now; return False if it has others than were added."""
+        index_of = {id(group): index for index, group in enumerate(self._groups)}
+        indices = tuple(index_of.get(id(group), -1) for group in self.param_groups)
+        if self.param_groups is self._groups or -1 in indices:
+            return False
+        if (option := self._settings.all_grads_option) is not None:
+            raise ValueError(
+                f"{option} uses all gradients, and this step is of {len(indices)} of {len(self._groups)} groups, as "
+                "DeepSpeed's ZeRO steps them: leave it out, and set gradient_clipping in DeepSpeed's configuration, "
+                "whose loss scaler skips overflows as well"
+            )
+        if indices not in self._partial:
+            self._partial[indices] = self._of_groups(indices)
+        part = self._partial[indices]
+        part._step(None)
+        for here, index in enumerate(indices):
+            self._flat[index], self._given[index] = part._flat[here], part._given[here]
+        self._last = tuple(plan for each in self._partial.values() for plan in each._last)
+        return True
+
+    def _of_groups(self, indices: tuple[int, ...]) -> Any:
+        """Return an optimizer of some groups, which shares their options and state with this one."""
+        part = type(self).__new__(type(self))
+        part.__dict__.update(self.__dict__, _groups=self.param_groups, _order=[], _agreed=False)
+        for name in ("_scheduled", "_flat", "_given", "_firsts"):
+            setattr(part, name, [getattr(self, name)[index] for index in indices])
+        part._forget()
+        return part
 
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
-        schedule, plans_hold = begin_step(
-            self.param_groups, self._scheduled, self._guard, self.defaults, self.algorithm, self._settings
-        )
-        if not plans_hold:
-            self._forget_plans()
+        attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
+        schedule = ScheduleStep(self.param_groups, self._scheduled)
         try:
+            if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
+                self._forget_plans()
             if not self._agreed:
                 if any(self._flat) or sharding.any_distributed(self.in_order()):
                     infos = self._param_infos(self.param_groups)
@@ -420,9 +515,6 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
     def _indices(self) -> Indices:
         return {id(param): (index, position) for index, position, param in parameters(self.param_groups, self._order)}
 
-    def _param_info(self, index: int, position: int, param: Tensor) -> ParamInfo:
-        return info_of(param, self.param_groups[index], (index, position), self.algorithm, self._settings)
-
     def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
         return infos_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
 
@@ -479,7 +571,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
         self._groups = self.param_groups
         if "_given" not in mine:  # a copy
-            self._note_params()
+            self._given, self._firsts = [GivenParams.of(group) for group in self.param_groups], self._first_ids()
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]
@@ -487,7 +579,7 @@ class KernelOptimizer(StepParameter, WithFlatTensors):
         self._forget()
 
 
-def _options_of_others() -> dict[str, tuple[str, str]]:
+def _options_of_others() -> dict[str, tuple[str, ...]]:
     """The options of all optimizers here: the classes that have each, and the remedy for one of another class."""
     classes: dict[str, list[str]] = {}
     for kind in KernelOptimizer.__subclasses__():

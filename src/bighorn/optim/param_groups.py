@@ -59,7 +59,7 @@ def prefix_of(params: list[Any], settings: Settings) -> str | None:
         group = item if isinstance(item, dict) else {"params": [item]}
         named_already |= "param_names" in group
         pairs = group.get("params")
-        if isinstance(pairs, (list, tuple)):
+        if isinstance(pairs, Iterable) and not isinstance(pairs, Tensor):
             names += [pair[0] for pair in pairs if isinstance(pair, tuple) and pair and isinstance(pair[0], str)]
     return common_prefix(names) if names or named_already else None
 
@@ -120,7 +120,7 @@ def joining(
             raise TypeError(f"params must be tensors or pairs of a name and a tensor, not tuples of {len(param)}")
         name, tensor = param if isinstance(param, tuple) else (None, param)
         check_parameter(name, tensor, stacked=stacked)
-        settings.refuse_to_add_up_twice(tensor)
+        settings.refuse_to_add_up_over(sharding.ranks_of_shards(tensor))
         tensors.append(tensor)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
@@ -244,25 +244,17 @@ def loaded(
         check_keys(group, algorithm, "the group")
         if "param_names" in group and group["param_names"] != current.get("param_names"):
             group["param_names"] = _checked_names(group["param_names"], len(group["params"]), prefix)
-        group[VERSION] = check_version(group[VERSION])
+        version = group[VERSION]
+        if type(version) is not int or not 1 <= version <= FORMAT:
+            raise ValueError(
+                f"{VERSION}={version!r}, but this bighorn reads {FORMAT} and older: load it with the one that wrote it"
+            )
+        group[VERSION] = FORMAT
         if COUNT in group:
             group[COUNT] = integer(COUNT, group[COUNT])
         return {**group, **checked(algorithm.options, group)}
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loaded param_groups[{index}] cannot be used: {error}") from None
-
-
-def check_version(value: object) -> int:
-    """Return the version that this package writes, if it can read the version of a loaded group.
-
-    Raises:
-        ValueError: The value is newer, or not a version.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= FORMAT:
-        raise ValueError(
-            f"{VERSION}={value!r}, but this bighorn reads {FORMAT} and older: load it with the one that wrote it"
-        )
-    return FORMAT
 
 
 def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:

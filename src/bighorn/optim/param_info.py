@@ -71,7 +71,8 @@ class ParamInfo:
     @property
     def row_shard(self) -> Shard | None:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
-        return self.flat.shard if self.flat else row_shard(self.param, self.stacked)
+        shard = self.shard
+        return shard.of_slice(here=True) if shard and self.stacked else shard
 
     def is_turned(self, view: Tensor) -> bool:
         """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
@@ -189,22 +190,15 @@ def _flat_infos(
         yield ParamInfo(tensor, each.name, variant, False, 0, None, view.spec, view)
 
 
-def row_shard(param: Tensor, stacked: bool) -> Shard | None:
-    """The shard of a parameter, or of the slices of a stacked one, on this rank; None if this rank holds all of it."""
-    shard = sharding.shard_of(param)
-    return shard.of_slice(here=True) if shard and stacked else shard
-
-
-def check_backend(group: Group, params: list[Tensor], algorithm: Algorithm[Any], backend: str) -> None:
-    """Raise if the requested backend does not serve all parameters.
+def check_backend(
+    group: Group, index: int, params: list[Tensor], algorithm: Algorithm[Any], settings: Settings
+) -> None:
+    """Raise if the requested backend does not serve all parameters of a group that is to be added at this index.
 
     Raises:
         ValueError: The backend does not serve one of the parameters.
     """
-    for param in params:
-        whole = whole_view(param)
-        traits = algorithm.traits_of(group, whole)
-        kept = {"factored": traits.factored, "blocks": traits.blocks, "packed": traits.packed}
-        variant = Variant(0, decays=True, adapts=True, centres=False, **kept)
-        options = algorithm.kernel_options(group, variant)
-        kernels.pick(backend, local_view(param), options, row_shard(param, group["stacked"]))
+    for position, param in enumerate(params):
+        info = info_of(param, group, (index, position), algorithm, settings)
+        options = algorithm.kernel_options(group, info.variant)
+        kernels.pick(settings.backend, local_view(param), options, info.row_shard)

@@ -78,13 +78,7 @@ def build(
 
 
 class PlanBuilder:
-    """The parts of a plan while parameters are added.
-
-    Args:
-        options: The options of each variant.
-        init_state: As for :func:`build`.
-        backend: The requested backend, or "auto".
-    """
+    """The parts of a plan while parameters are added; its arguments are those of `build`."""
 
     def __init__(self, options: dict[Variant, Any], init_state: InitState, backend: str) -> None:
         self.options, self.init_state, self.backend = options, init_state, backend
@@ -189,7 +183,8 @@ class PlanBuilder:
         for info, binding, bucket_plan in self.bindings:
             # Reports have the parameters in all flat tensors of a group in one order on every rank.
             home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
-            labels[home] += _labels(info, len(binding.rows))
+            rows = range(len(binding.rows))
+            labels[home] += [f"{info.label}[{i}]" for i in rows] if info.stacked else [info.label]
             row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
         return labels, row_indices
 
@@ -209,10 +204,6 @@ class PlanBuilder:
 
 def _reduce_group(dims: ShardedDims, all_dims: list[ShardedDims]) -> ReduceGroup:
     return ReduceGroup.of([other for other in all_dims if other.mesh == dims.mesh])
-
-
-def _labels(info: ParamInfo, rows: int) -> list[str]:
-    return [f"{info.label}[{i}]" for i in range(rows)] if info.stacked else [info.label]
 
 
 def _try_on_copies(bucket: Bucket[Any], label: str) -> None:

@@ -184,7 +184,7 @@ class PlanGuards:
         self._params_alike = alike(inputs.params)
         self._grads_alike: Guard | None = alike(grads)
         """The check of all gradients; None from a change of their kinds until all of them have been compared."""
-        self._each_alike = list(map(alike_one, grads))
+        self._each_alike = [alike([grad]) for grad in grads]
         self._no_memory = [address == 0 for address in addresses(grads)]
 
     def hold(self, inputs: GuardInputs) -> bool:
@@ -228,15 +228,15 @@ class PlanGuards:
             return False
         self._addresses = inputs.addresses
         for i, grad in changed:
-            self._each_alike[i], self._no_memory[i], self._grads_alike = alike_one(grad), not grad.numel(), None
+            self._each_alike[i], self._no_memory[i], self._grads_alike = alike([grad]), not grad.numel(), None
         return True
 
     def _changed_grads(self, grads: list[Tensor | None]) -> list[tuple[int, Tensor]]:
         """The gradients of other kinds, or that have lost their memory, with their indices."""
         return [
             (i, grad)
-            for i, (grad, alike, no_memory) in enumerate(zip(grads, self._each_alike, self._no_memory, strict=True))
-            if grad is not None and not (alike(grad) and (address_or_0(grad) == 0) == no_memory)
+            for i, (grad, guard, no_memory) in enumerate(zip(grads, self._each_alike, self._no_memory, strict=True))
+            if grad is not None and not (guard([grad]) and (address_or_0(grad) == 0) == no_memory)
         ]
 
 
@@ -282,15 +282,6 @@ def alike(tensors: Sequence[Tensor]) -> Guard:
         return lambda others: not others
     check, count = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, len(tensors)
     return lambda others: len(others) == count and check(*others)
-
-
-def alike_one(tensor: Tensor) -> Callable[[Tensor], bool]:
-    """The same check for one tensor."""
-    if TensorGuards is None:
-        guard = alike_by_attributes([tensor])
-        return lambda other: guard([other])
-    check: Callable[[Tensor], bool] = TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
 
 
 def alike_by_attributes(tensors: Sequence[Tensor]) -> Guard:

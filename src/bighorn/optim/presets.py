@@ -299,35 +299,36 @@ LarsPreset = Literal[
 """The names of `LARS_PRESETS`, for type checkers."""
 
 
-def _instead(preset: Preset) -> tuple[str, str]:
+def _instead(preset: Preset) -> tuple[str, ...]:
     """The packages that have the argument of a preset, and the remedy: the preset, or the option that makes it."""
-    own = [f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM]
-    return preset.source.partition(",")[0], " or ".join([f'use Lamb.like("{preset.name}", ...)', *own])
+    own = {name: f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM}
+    remedy = " or ".join([f'use Lamb.like("{preset.name}", ...)', *own.values()])
+    return preset.source.partition(",")[0], remedy, *own
 
 
-ELSEWHERE: Mapping[str, tuple[str, str]] = {
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **NOT_OURS,
     **{preset.argument: _instead(preset) for preset in PRESETS if preset.argument},
-    "caution": ("timm", "use cautious"),
+    "caution": ("timm", "use cautious", "cautious"),
     "corrected_weight_decay": ("timm", "give weight_decay as a schedule: its value times lr / the largest lr"),
-    "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False'),
+    "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False', "decay_mode"),
     "set_grad_none": ("apex", "use zero_grad(set_to_none=...)"),
     "reduced_precision_dtype": ("apex", 'use weight_rounding="master", for float32 weights of 16-bit parameters'),
-    "min_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
-    "max_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)"),
-    "clamp_value": ("torch_optimizer", "use weight_norm_bounds=(0, clamp_value)"),
-    "debias": ("torch_optimizer", "use bias_correction"),
-    "weight_decouple": ("pytorch_optimizer", 'use decay_mode="decoupled"'),
+    "min_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)", "trust_ratio_bounds"),
+    "max_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)", "trust_ratio_bounds"),
+    "clamp_value": ("torch_optimizer", "use weight_norm_bounds=(0, clamp_value)", "weight_norm_bounds"),
+    "debias": ("torch_optimizer", "use bias_correction", "bias_correction"),
+    "weight_decouple": ("pytorch_optimizer", 'use decay_mode="decoupled"', "decay_mode"),
     "fixed_decay": ("pytorch_optimizer", "leave it out: decay is multiplied by lr"),
     "pre_norm": ("pytorch_optimizer", "use max_grad_norm"),
-    "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
-    "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)"),
+    "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
+    "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
     "trust_coeff": ("timm", "use trust_coefficient of Lars"),
     "eta": ("Barlow Twins", "use trust_coefficient of Lars"),
     "lars_adaptation_filter": ("Barlow Twins", "use exclude_from_layer_adaptation"),
     "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
 }
-"""Arguments of other packages' LAMBs and CAMEs: the package of each, and the remedy."""
+"""Arguments of other packages' LAMBs and CAMEs, as `NOT_OURS`. Only CAME takes a pair of eps, and clip_threshold."""
 
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),

@@ -168,10 +168,8 @@ class Reports(Optimizer):
         Raises:
             ValueError: The requested backend does not serve a tensor, for which `step` raises too.
         """
-        groups, scheduled = (
-            list(map(dict, self.param_groups)),
-            list(map(dict, self._scheduled)),
-        )  # a report changes none
+        # A report changes none.
+        groups, scheduled = list(map(dict, self.param_groups)), list(map(dict, self._scheduled))
         attach_all(groups, scheduled, self.defaults, self.algorithm)
         OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
         infos = list(self._param_infos(groups))

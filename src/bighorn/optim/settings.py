@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from bighorn.arguments import choice, flag, max_norm
-from bighorn.distributed import sharding
 from bighorn.kernels import BACKENDS
 from bighorn.kernels.options import Option, checks_of
 from bighorn.names import (
@@ -78,13 +76,18 @@ class Settings:
         """Whether every gradient is needed before the first parameter is written."""
         return self.max_grad_norm is not None or self.skip_nonfinite
 
+    @property
+    def all_grads_option(self) -> str | None:
+        """The option that needs every gradient before the first parameter is written, with its value, or None."""
+        given = [name for name in ("max_grad_norm", "skip_nonfinite") if getattr(self, name)]
+        return f"{given[0]}={getattr(self, given[0])!r}" if given else None
+
     def refuse_in_backward(self) -> None:
         """Raise for a step inside backward, as of torchtune's optimizer_in_bwd, that needs all gradients."""
-        if self.needs_all_grads:
-            name = "skip_nonfinite" if self.max_grad_norm is None else "max_grad_norm"
+        if (option := self.all_grads_option) is not None:
             raise RuntimeError(
-                f"{name}={getattr(self, name)!r} looks at all gradients, but this step is inside backward, which has "
-                f"not computed all of them: leave {name} out, or step afterwards (torchtune: optimizer_in_bwd=False)"
+                f"{option} looks at all gradients, but this step is inside backward, which has not computed all of "
+                "them: leave it out, or step afterwards (torchtune: optimizer_in_bwd=False)"
             )
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -103,12 +106,10 @@ class Settings:
         """
         if self.grad_norm_group is not None or not self.needs_all_grads or not _in_zero_redundancy_optimizer():
             return
-        name = "max_grad_norm" if self.max_grad_norm is not None else "skip_nonfinite"
         raise ValueError(
-            f"{name}={getattr(self, name)!r} would use the gradients of one rank alone, since "
-            "ZeroRedundancyOptimizer gives each rank a part of the parameters: use "
-            f"bighorn.shard_update(optimizer) with an optimizer that has {name}, or give the ranks as "
-            "grad_norm_group=torch.distributed.group.WORLD"
+            f"{self.all_grads_option} would use the gradients of one rank alone, since ZeroRedundancyOptimizer gives "
+            "each rank a part of the parameters: use bighorn.shard_update(optimizer) with an optimizer that has this "
+            "option, or give the ranks as grad_norm_group=torch.distributed.group.WORLD"
         )
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
@@ -146,10 +147,6 @@ class Settings:
         known = list(dict.fromkeys([*names, *(unwrapped(name, prefix) for name in others)]))
         for option in EXCLUSIONS:
             check_matches(option, getattr(self, option), known)
-
-    def refuse_to_add_up_twice(self, param: Tensor) -> None:
-        """Raise if the process group contains ranks over which shards are summed without it."""
-        self.refuse_to_add_up_over(sharding.ranks_of_shards(param) if self.grad_norm_group is not None else [])
 
     def refuse_to_add_up_over(self, ranks: list[int]) -> None:
         """Raise if the process group contains several of the ranks over which a parameter's shards are summed."""

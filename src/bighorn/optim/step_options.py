@@ -132,7 +132,7 @@ class OptionGuard:
             TypeError: A value of a wrong type, or a misspelt key.
             ValueError: A value out of range, or an option of the whole optimizer. No group has changed.
         """
-        fresh: dict[int, tuple[Group, tuple[object, ...]]] = {}
+        fresh: dict[int, Group] = {}
         for index, group in enumerate(groups):
             if not group.keys().isdisjoint(OF_THE_WHOLE):
                 settings.refuse_own(group, f"param_groups[{index}]")
@@ -141,15 +141,15 @@ class OptionGuard:
                 self._keys[index] = keys
             values = tuple(map(group.get, algorithm.options, itertools.repeat(REMOVED)))
             if isinstance(group.get("lr"), Tensor) or not _same(values, self._seen.get(index)):
-                values = tuple([(defaults | group)[name] for name in algorithm.options])
+                complete = defaults | group
                 with about(f"param_groups[{index}]"):
-                    fresh[index] = checked(algorithm.options, dict(zip(algorithm.options, values, strict=True))), values
+                    fresh[index] = checked(algorithm.options, {name: complete[name] for name in algorithm.options})
         plans_hold = True
-        for index, (options, values) in fresh.items():
+        for index, options in fresh.items():
             old = dict(zip(algorithm.options, self._seen.get(index, ()), strict=False))
             plans_hold &= all(old.get(name) == options[name] for name in algorithm.options if name not in NUMBERS)
             groups[index].update(options)
-            self._seen[index] = values
+            self._seen[index] = tuple(options.values())
             self.version += 1
         return plans_hold
 
@@ -160,30 +160,6 @@ def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
         return values == old
     except (ValueError, RuntimeError):
         return False
-
-
-def begin_step(
-    groups: list[Group],
-    scheduled: list[ScheduledOptions],
-    guard: OptionGuard,
-    defaults: Group,
-    algorithm: Algorithm[Any],
-    settings: Settings,
-) -> tuple[ScheduleStep, bool]:
-    """Resolve the options of a step, including values written into groups. Return whether plans still hold.
-
-    Raises:
-        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
-        TypeError: A value of a wrong type, or a misspelt key.
-        ValueError: An option out of range, or a schedule has ended. The groups are unchanged.
-    """
-    attach_all(groups, scheduled, defaults, algorithm)
-    schedule = ScheduleStep(groups, scheduled)
-    try:
-        return schedule, guard.refresh(groups, defaults, algorithm, settings)
-    except BaseException:
-        schedule.undo()
-        raise
 
 
 def attach_all(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -19,11 +19,11 @@ from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
-from bighorn.optim.centring import Centred, centre, square_sum
+from bighorn.optim.centring import Centred, centre
 from bighorn.optim.flat_tensors import FlatView
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import real_view
-from bighorn.square_sums import no_square_sums, root, square_sum_on
+from bighorn.square_sums import no_square_sums, root, square_sum_on, square_sums
 
 LARGEST_NORM = 2.0**53
 """Up to this 2-norm of all gradients, no square overflows float32, the dtype of moments.
@@ -213,17 +213,14 @@ class Launch(NamedTuple):
 
     def square_sum(self) -> Tensor:
         """The sum of the squares of this rank's gradients."""
-        return square_sum(self.centred(), self.device) if self.centring else self.kernel.square_sum()
+        if not self.centring:
+            return self.kernel.square_sum()  # type: ignore[no-any-return]
+        return square_sums([each.grad for each in self.centred() if each.grad is not None], self.device).sum(dim=0)
 
     def centre(self) -> None:
         """Subtract the means from the gradients of whole tensors."""
         for _ in centre(self.centred()):
             raise AssertionError("no other rank has elements of their rows")
-
-    def centred_step(self, step: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Subtract the means from the gradients of shards, and then make a step of these."""
-        yield from centre(self.centred())
-        yield from step
 
 
 @dataclass
@@ -290,7 +287,7 @@ class StepPlan:
             for launch in launches:
                 kernel, device, dtype, dims, centring = launch
                 step = kernel.sharded_step(on_device(scale, device, dtype), on_device(apply_mask, device))
-                running.append((dims, launch.centred_step(step) if centring else step))
+                running.append((dims, itertools.chain(centre(launch.centred()), step) if centring else step))
             while parts := [(dims, part) for dims, step in running if (part := next(step, None)) is not None]:
                 reduce_group.all_reduce(parts)
 

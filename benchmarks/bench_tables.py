@@ -9,7 +9,6 @@ are known.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ import traffic
 from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
 from bighorn import Came, Lamb
 from bighorn.cli.bench_table import COLUMNS
-from bighorn.cli.errors import InputError
 from bighorn.cli.measure import PARAM_SETS
 from bighorn.cli.optimizers import state_bytes
 from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported, ours
@@ -158,10 +156,7 @@ def main() -> None:
     from bighorn.cli.bench import INSTRUMENTS, bench  # the choices of its options are the tables that are known by now
 
     INSTRUMENTS["cuda"] = replace(INSTRUMENTS["cuda"], step_times=traffic.step_times)
-    try:
-        bench(prog_name="python benchmarks/bench_tables.py")
-    except InputError as error:
-        sys.exit(f"Error: {error}")
+    bench(prog_name="python benchmarks/bench_tables.py")
 
 
 if __name__ == "__main__":

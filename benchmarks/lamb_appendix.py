@@ -10,16 +10,15 @@ cores.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from bighorn.cli.compare_table import as_json
 from bighorn.cli.config import RunConfig
 from bighorn.cli.environment import provenance
+from bighorn.cli.files import write_json
 from bighorn.cli.optimizers import OPTIMIZERS, Recipe
 from bighorn.cli.search import Plan, Search
 from bighorn.cli.space import Entry
@@ -76,8 +75,8 @@ def main(data: str, study: str, result: str) -> None:
     }
     data_of = {"description": found.task.description, "sha256": found.plan.data}  # type: ignore[attr-defined]
     words = [*verdicts(cells), *chosen(cells)]
-    saved = {**about, "config": config, "data": data_of, "cells": [as_json(cell) for cell in cells], "words": words}
-    Path(result).write_text(json.dumps(saved, indent=1) + "\n")
+    saved = {**about, "config": config, "data": data_of, "cells": [cell.as_json() for cell in cells], "words": words}
+    write_json(Path(result), saved)
 
 
 if __name__ == "__main__":

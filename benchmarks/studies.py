@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.compare_table import columns, row
 from bighorn.cli.config import RunConfig
 from bighorn.cli.reports import plots as report_plots
 from bighorn.cli.trials import Cell, Trial
-from bighorn.cli.verdict import verdicts
+from bighorn.cli.verdict import columns, row, verdicts
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"

@@ -268,12 +268,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def tensors_in(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
+    map_tensors(found.append, batch)
     return found
 
 

@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Imports a command from its module when it is called, and prints an :class:`InputError` as one message."""
+    """Imports a command from its module when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Name the commands in the order of the table."""
@@ -68,15 +68,9 @@ class LazyGroup(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; wrong input ends in one message, without a traceback."""
+        """Run the command; a Ctrl-C ends in one word, without a traceback."""
         try:
             return super().invoke(ctx)
-        except ValueError as error:
-            from bighorn.cli.errors import InputError
-
-            if isinstance(error, InputError):
-                raise click.ClickException(str(error)) from error
-            raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(128 + signal.SIGINT) from None

@@ -23,7 +23,8 @@ QUICK: Mapping[str, Sequence[str]] = {
         "--batch-sizes=256",
         "--processes=1",
         "--optimizers=adamw",
-        "--lrs=adamw=1",
+        "--trials=1",
+        "--space=adamw.lr=0.01",
     ),
     "lr-find": ("--steps=20", "--threads=1"),
     "bench": ("--shapes=tiny", "--optimizers=lamb", "--seconds=0", "--threads=1"),
@@ -53,7 +54,6 @@ VALUES: Mapping[str, Sequence[str]] = {
     "--batch-sizes": ("256", "256,512", "0", "x", "256,256", "1e3", ""),
     "--data": ("file", "folder", "missing", "link", "loop", ""),
     "--epochs": ("0.1", "0", "-1", "nan", "inf", "1e-300", "x"),
-    "--lrs": ("adamw=0.1", "adamw=0.1,0.2", "lamb=1", "adamw=nan", "adamw=", "=1", "x", ""),
     "--model": ("x", "x:y", "torch.nn:Linear", "torch.nn.Linear(3, 4)", "os:getcwd", ""),
     "--optimizer-option": (
         "bias_correction=False",
@@ -71,11 +71,22 @@ VALUES: Mapping[str, Sequence[str]] = {
     "--seed": ("0", "7", "-1", "18446744073709551616", "x"),
     "--seeds": ("1", "0", "-1", "x"),
     "--shapes": ("tiny", "x", "tiny,tiny", "", "resnet"),
+    "--space": (
+        "adamw.lr=0.1",
+        "adamw.lr=0.1,0.2",
+        "lamb.lr=1",
+        "adamw.lr=nan",
+        "adamw.lr=",
+        "=1",
+        "adamw.x=1",
+        "x",
+        "",
+    ),
     "--steps": ("1", "2", "0", "-1", "nan", "x"),
     "--table": ("x", ""),
     "--task": ("digits", "mnist", "x", ""),
     "--threads": ("1", "2", "0", "-1", "1025", "x"),
-    "--tuning-seeds": ("1", "0", "-1", "x"),
+    "--trials": ("1", "2", "0", "-1", "x"),
 }
 
 PARAMETERS = {

@@ -22,15 +22,15 @@ from torch import nn
 
 from bighorn.cli import run_queue, search, workers
 from bighorn.cli.compare import WIDEST, CompareConfig, prepare
-from bighorn.cli.compare_table import columns, row, table_of
 from bighorn.cli.config import RunConfig
+from bighorn.cli.display import table_of
 from bighorn.cli.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn.cli.run import Run
 from bighorn.cli.search import Search
 from bighorn.cli.space import Entry, read_spaces
 from bighorn.cli.tasks.digits import Digits
 from bighorn.cli.trials import Cell, Trial, best_of, configured, held_out, make
-from bighorn.cli.verdict import interval, step_seconds, unfinished, verdicts, warnings
+from bighorn.cli.verdict import columns, interval, row, step_seconds, unfinished, verdicts, warnings
 from bighorn.cli.workers import fill, places
 from bighorn_launcher import commands
 from tests.support.command_line import Invoke, assert_self_contained
@@ -453,9 +453,9 @@ def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         cell("came-corrected", 16384, 0.0002, 0.9),
         trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
     )
-    Console(width=WIDEST, soft_wrap=True).print(table_of([row(wide)], columns("accuracy", 0.95)))
+    Console(width=WIDEST, soft_wrap=True).print(table_of(columns("accuracy", 0.95), [row(wide)]))
     shown = capsys.readouterr().out
-    assert all(part in shown for part in row(wide)[:-1])
+    assert all(part in shown for part in row(wide))
 
 
 def test_the_words_say_what_the_figures_say() -> None:

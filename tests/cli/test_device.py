@@ -14,6 +14,7 @@ from bighorn.cli import config, environment, run, train
 from bighorn.cli.checkpoint import digest
 from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
+from bighorn.cli.ranks import Ranks
 from bighorn.cli.run import MAX_UNREAD, DivergedError, Run
 from bighorn.cli.tasks import TASKS
 from bighorn.cli.values import device_of
@@ -53,8 +54,8 @@ def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
     ctx = train.train.make_context("train", ["--device", "cuda"])
     with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
-        train._prepare(ctx, outputs, None, None, 2, True)
-    train._prepare(ctx, outputs, None, None, 1, True)
+        train._prepare(ctx, outputs, None, None, Ranks(0, 2))
+    train._prepare(ctx, outputs, None, None, Ranks())
 
 
 @needs_no_gpu

@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from bighorn.arguments import between
 from bighorn.cli import cuda, files
-from bighorn.cli.bench_table import COLUMNS, answers, as_table, notes, settle
+from bighorn.cli.bench_table import answers, as_text, notes, settle
 from bighorn.cli.config import PRECISIONS
-from bighorn.cli.display import counting, quantity, terminal
+from bighorn.cli.display import counting, quantity, table_of, terminal
 from bighorn.cli.environment import package_version, provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.measure import PARAM_SETS, Change, ParamSet, draw, error, prepared, step_times, temporaries
 from bighorn.cli.optimizers import KINDS
 from bighorn.cli.options import FILE, POSITIVE, THREADS, Command, Options, command_line, config_options, option
-from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build, Peer
+from bighorn.cli.peers import PEERS, TABLES, BenchTable, Build
 from bighorn.cli.values import device_of, names
 
 WIDTH_OF_FILES = 160
@@ -152,7 +152,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
         console.print(
             f"\n{name}: {result['tensors']} tensors, {quantity(result['parameters'])} parameters", style="bold"
         )
-        console.print(as_table(result["optimizers"], layout.columns))
+        console.print(table_of(("optimizer", *layout.columns), as_text(result["optimizers"], layout.columns)))
         for note in result["notes"]:
             console.print(note, markup=False)
     for name, reason in absent.items():
@@ -167,7 +167,7 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     def page() -> str:
         from bighorn.cli.reports.bench import bench_report
 
-        return bench_report(content, COLUMNS, [PEERS[name].label for name in absent])
+        return bench_report(content)
 
     files.finish(console.print, report, page, json_file, lambda: content)
 
@@ -199,12 +199,37 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
     baseline, _ = prepared(first, weights, grads, config.clip, param_set)
     rows: list[dict[str, Any]] = []
     failed = {}
+
+    def row(name: str, build: Build) -> dict[str, Any]:
+        instrument = INSTRUMENTS[config.device]
+        seconds = instrument.seconds if config.seconds is None else config.seconds
+        optimizer, first_step = prepared(build, weights, grads, config.clip, param_set)
+        extra = instrument.temporaries(optimizer.step)
+        changes = [
+            param_set.change([param for group in each.param_groups for param in group["params"]])
+            for each in (baseline, optimizer)
+        ]
+        times = instrument.step_times(baseline, optimizer, seconds, changes)
+        peer = PEERS[name]
+        exact = peer.float64 and "error" in config.layout.columns and sum(map(Tensor.numel, weights)) <= MOST_FOR_ERROR
+        return {
+            "name": name,
+            "label": peer.label,
+            "tensors": len(weights),
+            **times,
+            "first_step_s": first_step,
+            "temporaries_bytes": extra,
+            "state_bytes": peer.state_bytes(optimizer) or None,  # some optimizers keep tensors outside `state`
+            "explain": optimizer.explain() if isinstance(optimizer, KINDS) else None,
+            "error": error(build, weights, grads) if exact else None,
+        }
+
     with counting(console) as bar:
         task = bar.add_task("", total=len(builds))
         for name, build in builds.items():
             bar.update(task, description=PEERS[name].label)
             try:
-                rows.append({"name": name, **_row(PEERS[name], build, baseline, weights, grads, param_set, config)})
+                rows.append(row(name, build))
             except Exception as reason:
                 if not rows or config.optimizers is not None:  # the baseline, or an optimizer that was requested
                     raise
@@ -218,35 +243,4 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
         "optimizers": rows,
         "failed": failed,
         "notes": [*notes(rows, failed), *filter(None, [param_set.note])],
-    }
-
-
-def _row(
-    peer: Peer,
-    build: Build,
-    baseline: Optimizer,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    param_set: ParamSet,
-    config: BenchConfig,
-) -> dict[str, Any]:
-    instrument = INSTRUMENTS[config.device]
-    seconds = instrument.seconds if config.seconds is None else config.seconds
-    optimizer, first_step = prepared(build, weights, grads, config.clip, param_set)
-    extra = instrument.temporaries(optimizer.step)
-    changes = [
-        param_set.change([param for group in each.param_groups for param in group["params"]])
-        for each in (baseline, optimizer)
-    ]
-    times = instrument.step_times(baseline, optimizer, seconds, changes)
-    exact = peer.float64 and "error" in config.layout.columns and sum(map(Tensor.numel, weights)) <= MOST_FOR_ERROR
-    return {
-        "label": peer.label,
-        "tensors": len(weights),
-        **times,
-        "first_step_s": first_step,
-        "temporaries_bytes": extra,
-        "state_bytes": peer.state_bytes(optimizer) or None,  # some optimizers keep tensors outside `state`
-        "explain": optimizer.explain() if isinstance(optimizer, KINDS) else None,
-        "error": error(build, weights, grads) if exact else None,
     }

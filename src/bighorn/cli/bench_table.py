@@ -4,9 +4,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from bighorn.cli.peers import PEERS
 
 
@@ -91,12 +88,6 @@ def _megabytes(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e6:.1f} MB"
 
 
-def as_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
-    """A table of measured rows with some of :data:`COLUMNS`."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("optimizer")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(row["label"], *(COLUMNS[name](row) for name in columns))
-    return table
+def as_text(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """Measured rows as text, with some of :data:`COLUMNS`."""
+    return [(row["label"], *(COLUMNS[name](row) for name in columns)) for row in rows]

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from bighorn.arguments import number
 from bighorn.cli import files
-from bighorn.cli.compare_table import as_json, columns, row, table_of
 from bighorn.cli.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
-from bighorn.cli.display import busy, counting, duration, terminal
+from bighorn.cli.display import busy, counting, duration, table_of, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.logs import log_option, opened
@@ -31,7 +30,7 @@ from bighorn.cli.tasks.trial import Trial
 from bighorn.cli.tasks.user import UserTask
 from bighorn.cli.trials import held_out
 from bighorn.cli.values import names, numbers, seconds_in
-from bighorn.cli.verdict import chosen, step_seconds, unfinished, verdicts, warnings
+from bighorn.cli.verdict import chosen, columns, row, step_seconds, unfinished, verdicts, warnings
 from bighorn.cli.workers import fill, places
 from bighorn.tasks import Task, defaults
 
@@ -213,7 +212,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     runs = (Run(entry.base, search.task) for entry in plan.entries)
     seconds = sum(step_seconds(run) * run.total for run in runs) / processes
     if plan.budget is None:
-        seconds *= (plan.trials + plan.seeds) * (total - known) / total
+        seconds *= (total - known) / len(plan.entries)
         console.print(f"This takes {duration(starting + seconds)}{busy()}.")
     else:
         fit = min(int(plan.budget / seconds) - plan.seeds, plan.trials)
@@ -271,7 +270,9 @@ def _finish(
     for line in answers:
         console.print(line)
     if cells:
-        terminal(width=max(console.width, WIDEST)).print(table_of(rows, head))
+        # Without the last column: the report has the time, and names need the width.
+        shown = table_of(head[:-1], [each[:-1] for each in rows], groups=True)
+        terminal(width=max(console.width, WIDEST)).print(shown)
     for line in notes:
         console.print(line)
     base = plan.entries[0].base
@@ -295,7 +296,7 @@ def _finish(
         **about,
         "config": settings,
         "data": {"description": data, "sha256": plan.data},
-        "cells": [as_json(cell) for cell in cells],
+        "cells": [cell.as_json() for cell in cells],
         "words": [*answers, *notes],
     }
     files.finish(console.print, report if cells else None, page, json_file, lambda: content)

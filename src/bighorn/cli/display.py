@@ -3,11 +3,14 @@
 import os
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from bighorn.cli.environment import device_name
@@ -127,7 +130,7 @@ class Display:
 
     def _metric(self) -> str:
         """Return the lowest, the median and the highest value of the layers."""
-        if self.run.metric is None:
+        if self.run.metric is None or not self.run.metric.numel():
             return ""
         ordered = self.run.metric.sort().values.tolist()
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))
@@ -168,6 +171,17 @@ def counting(console: Console) -> Progress:
     """A progress bar for counted work; it is hidden without a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]], padding: int = 1, groups: bool = False) -> Table:
+    """A table whose first column is text and the others numbers, with a line between ``groups`` of the same text."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0))
+    table.add_column(head[0], overflow="fold", vertical="bottom")
+    for name in head[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row, following in zip_longest(rows, rows[1:]):
+        table.add_row(*row, end_section=groups and following is not None and following[0] != row[0])
+    return table
 
 
 def quantity(value: float) -> str:

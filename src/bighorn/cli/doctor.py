@@ -33,17 +33,16 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
 def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_file: Path | None) -> None:
     """Say which backends work here, and why others do not."""
-    if presets and require:
-        raise click.UsageError("--presets only prints a table: leave out --require.")
-    if presets and device:
-        raise click.UsageError("--presets only prints a table: leave out --device.")
+    if presets and (require or device):
+        raise click.UsageError("--presets only prints a table: leave out --require and --device.")
     files.check_outputs({"--json": json_file})
     console = Console(highlight=False, emoji=False)
     if presets:
         content: dict[str, Any] = {"presets": preset_rows()}
         console.print(_preset_table(content["presets"]))
     else:
-        content = findings(device_of(device) if device else accelerator())
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        content = findings(device_of(device) if device else accelerator)
         for line in _lines(content):
             console.print(line, soft_wrap=True)
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
@@ -52,11 +51,6 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
             raise InputError(
                 f"--require {name}: this backend does not work here ({content['backends'][name]['detail']})."
             )
-
-
-def accelerator() -> torch.device | None:
-    """Return torch's accelerator, if there is one."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def device_findings(device: torch.device) -> dict[str, Any]:

@@ -76,9 +76,7 @@ def check_writable(path: Path, option: str) -> None:
 
 def check_regular(path: Path, option: str) -> None:
     """Raise an error for a pipe or a device, since the file is written several times and read again."""
-    if path.exists() and not path.is_file():
-        kind = KINDS[stat.S_IFMT(path.stat().st_mode)]
-        raise InputError(f"{option} {path} is a {kind}. Give the name of a file.")
+    _check_kind(_status(path), f"{option} {path}", allowed=())
 
 
 def unused(path: Path) -> Path:
@@ -132,14 +130,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace ``path`` atomically by JSON, whose innermost lists and objects are on one line each if they are short."""
+    """Replace ``path`` atomically by JSON, whose innermost lists and objects are on one line each if they are short.
+
+    Infinity and NaN, which JSON lacks, become null.
+    """
 
     def joined(match: re.Match[str]) -> str:
         tight = re.sub(r"(?<=[\[{])\n *|\n *(?=[\]}])", "", match[0])
         line = re.sub(r"\n *", " ", tight)  # line breaks are only between values, never within them
         return line if len(line) <= 200 else match[0]
 
-    text = json.dumps(content, indent=1, allow_nan=False)
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    text = json.dumps(finite, indent=1)
     write_text(path, re.sub(r"[\[{][^\[\]{}]*[\]}]", joined, text) + "\n")
 
 
@@ -150,13 +152,13 @@ def finish(
     json_file: Path | None,
     content: Callable[[], Any],
 ) -> None:
-    """Write the report and the JSON of a command, each if it was asked for, and say where they are."""
-    if report is not None:
-        write_text(report, page())
-        say(f"Report: {report}")
+    """Write the JSON and the report of a command, each if it was asked for, and say where they are."""
     if json_file is not None:
         write_json(json_file, content())
         say(f"JSON: {json_file}")
+    if report is not None:
+        write_text(report, page())
+        say(f"Report: {report}")
 
 
 def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
@@ -200,11 +202,9 @@ def _replaceable(status: os.stat_result | None) -> bool:
     return status is None or (stat.S_ISREG(status.st_mode) and _standard_stream(status) is None)
 
 
-def _check_kind(status: os.stat_result | None, named: str) -> None:
-    if status is None or stat.S_ISREG(status.st_mode):
-        return
-    kind = stat.S_IFMT(status.st_mode)
-    if kind not in STREAMED:
+def _check_kind(status: os.stat_result | None, named: str, allowed: tuple[int, ...] = STREAMED) -> None:
+    kind = stat.S_IFREG if status is None else stat.S_IFMT(status.st_mode)
+    if kind not in (stat.S_IFREG, *allowed):
         raise InputError(f"{named} is a {KINDS[kind]}. Give the name of a file.")
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.table import Table
 
 from bighorn.cli import files, footprint, models
 from bighorn.cli.config import PRECISIONS
-from bighorn.cli.display import quantity, terminal
+from bighorn.cli.display import quantity, table_of, terminal
 from bighorn.cli.environment import provenance
 from bighorn.cli.errors import InputError
 from bighorn.cli.footprint import FOOTPRINTS, OURS, Kind, Total, Weights, predicted, total_of
@@ -146,16 +145,16 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     offloaded = {name: footprint.offload_bytes(name, weights, totals[name].state, of_masters[name]) for name in wanted}
     if limit is not None:
         console.print(verdict(totals, limit, f"{config.gpu_memory}", config.precision))
-    console.print(_table(TOTAL_HEAD, total_rows(totals, elements)))
+    console.print(_narrow(TOTAL_HEAD, total_rows(totals, elements)))
     if config.offload:
         sizes_of = (
             (name, *("-" if size is None else f"{quantity(size)}B" for size in of.values()))
             for name, of in offloaded.items()
         )
-        console.print(_table(OFFLOAD_HEAD, [*sizes_of]))
+        console.print(_narrow(OFFLOAD_HEAD, [*sizes_of]))
     rows = layer_rows(layers, LISTED)
     for first, last in _pages(rows, wanted):
-        console.print(_table(LAYER_HEAD + wanted[first:last], [(row[0], *row[1 + first : 1 + last]) for row in rows]))
+        console.print(_narrow(LAYER_HEAD + wanted[first:last], [(row[0], *row[1 + first : 1 + last]) for row in rows]))
 
     def page() -> str:
         from bighorn.cli.reports import Section, plots, render
@@ -288,12 +287,6 @@ def _pages(rows: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tupl
     yield first, len(names)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column(head[0], overflow="fold", vertical="bottom")
-    for name in head[1:]:
-        # Names break at their hyphen, so that all columns fit in 80 characters.
-        table.add_column(name.replace("-", "-\n"), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _narrow(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table whose heads break at their hyphen, so that all columns fit in 80 characters."""
+    return table_of([name.replace("-", "-\n") for name in head], rows, padding=0)

@@ -77,7 +77,8 @@ class Run:
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics
-        self._matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim > 1}
+        named = self.model.named_parameters()
+        self._matrices = [name for name, parameter in named if parameter.ndim > 1 and parameter.requires_grad]
         self.step = 0
         self._seed_from_step()
         self._history = History()
@@ -143,7 +144,7 @@ class Run:
         history.lr.append(lr)
         if not stepped:
             history.skipped.append(self.step)
-        elif self.metrics and (self._heat_map_due or self.evaluation_due):
+        elif self.metrics and self._matrices and (self._heat_map_due or self.evaluation_due):
             self._record_metrics()
         if self.evaluation_due:
             self._read_losses()
@@ -181,11 +182,14 @@ class Run:
         return (self.step - 1) % math.ceil(self.total / HEAT_COLUMNS) == 0
 
     def _record_metrics(self) -> None:
-        history = self._history
-        layers = {name: of for name, of in self._train_step.telemetry().items() if name in self._matrices}
-        rows = {metric.name: [of[metric.name] for of in layers.values()] for metric in self.metrics}
-        self.metric = torch.tensor(rows[self.metrics[0].name])
-        history.layers = list(layers)
+        """Record the metrics of all matrices, NaN for those without a gradient."""
+        history, found, layers = self._history, self._train_step.telemetry(), self._matrices
+        rows = {
+            each.name: [found[name][each.name] if name in found else math.nan for name in layers]
+            for each in self.metrics
+        }
+        self.metric = torch.tensor([value for value in rows[self.metrics[0].name] if not math.isnan(value)])
+        history.layers = layers
         if self._heat_map_due:
             history.metric_steps.append(self.step)
             for name, row in rows.items():

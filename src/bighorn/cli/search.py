@@ -127,16 +127,12 @@ class Search:
                 queue.fill()
         while plan.budget is not None and self.trials < plan.trials and all(queue.is_done for queue in queues):
             done, more = self.trials, min(self.trials + self._wave, plan.trials)
-            if self.used * (more + plan.seeds) / done > plan.budget:
+            used = sum(queue.seconds for queue in queues) / plan.processes
+            if used * (more + plan.seeds) / done > plan.budget:
                 return
             for queue in queues:
                 queue.count = min(more, len(queue.points))
                 queue.fill()
-
-    @property
-    def used(self) -> float:
-        """The seconds that the trials have taken, as many at a time as this command makes."""
-        return sum(queue.seconds for queue in self._tuning) / self.plan.processes
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study: another one for all that would give other results."""
@@ -154,8 +150,7 @@ class Search:
 
     @staticmethod
     def _config(entry: Entry, point: dict[str, float]) -> RunConfig:
-        params = {name: value for name, value in point.items() if name != "seed"}
-        return configured(entry.base, params, int(point.get("seed", TUNING_SEED)))
+        return configured(entry.base, point, int(point.get("seed", TUNING_SEED)))
 
     def final(self, number: int) -> Queue | None:
         """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""

@@ -1,6 +1,5 @@
 """``bighorn train``."""
 
-import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -117,7 +116,7 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
 def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, list[str]]:
     """Create the run, or load it; the second value is its warnings."""
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-    config, parallel, task = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks.size, ranks.first))
+    config, parallel, task = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks))
     if ranks.size > 1:
         seed_generators(0)
         ranks.check_same(
@@ -138,25 +137,20 @@ def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ra
 
 
 def _prepare(
-    ctx: click.Context,
-    outputs: Outputs,
-    resume: Path | None,
-    saved: dict[str, Any] | None,
-    processes: int,
-    writes_files: bool,
+    ctx: click.Context, outputs: Outputs, resume: Path | None, saved: dict[str, Any] | None, ranks: Ranks
 ) -> tuple[RunConfig, ParallelConfig, Task]:
     """Check the options, load the task and try it: the work that can fail in a single process."""
     options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
     config = RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)
     config.check()
-    if config.device != "cpu" and processes > 1:
+    if config.device != "cpu" and ranks.size > 1:
         raise InputError(
-            f"--device {config.device} with {processes} processes is not supported: no machine with several GPUs "
+            f"--device {config.device} with {ranks.size} processes is not supported: no machine with several GPUs "
             "has run this. Start one process, without torchrun, or use --device cpu."
         )
     if outputs["--plot-schedule"] is not None:
         _check_plot(outputs["--plot-schedule"], outputs)
-    if writes_files:
+    if ranks.rank == 0:
         save = outputs["--save"]
         if save is not None:
             files.check_regular(save, "--save")
@@ -264,10 +258,6 @@ def _summary(run: Run) -> Table:
 def as_json(run: Run) -> dict[str, Any]:
     """Return all data of a run, for later analysis."""
     history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
-    history["metrics"] = {
-        name: [[value if math.isfinite(value) else None for value in row] for row in rows]
-        for name, rows in run.history.metrics.items()
-    }
     return {
         "config": asdict(run.config),
         "environment": environment(run.config.device),

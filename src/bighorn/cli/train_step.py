@@ -15,7 +15,6 @@ from bighorn.cli.config import ParallelConfig, RunConfig
 from bighorn.cli.errors import InputError
 from bighorn.cli.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn.cli.ranks import Ranks
-from bighorn.cli.tasks.user import shown
 from bighorn.tasks import Task, map_tensors, tensors_in, to_device
 
 MAX_OVERFLOWS = 50
@@ -110,10 +109,6 @@ class TrainStep:
         with self.autocast():
             returned = self._task.loss(self._forward, part)
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.ndim:
-            raise InputError(
-                f"loss(model, batch) must return a scalar tensor, the mean over the batch, not {shown(loss)}."
-            )
         self.batch_metrics = tuple(metrics)
         return loss, [torch.as_tensor(value, device=loss.device).detach().float() for value in metrics.values()]
 

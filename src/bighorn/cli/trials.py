@@ -50,6 +50,18 @@ class Trial:
     curve: tuple[tuple[int, float], ...]
     pruned: bool = False
 
+    def as_json(self, metric: str) -> dict[str, Any]:
+        """Return the options that differ between the runs of a cell, and the results."""
+        names = ("lr", "weight_decay", "warmup", "optimizer_option", "seed")
+        return {
+            **{name: getattr(self.config, name) for name in names},
+            metric: self.value,
+            "loss": self.loss,
+            "steps_to_target": self.steps_to_target,
+            "seconds": round(self.seconds, 3),
+            **({"pruned": True} if self.pruned else {}),
+        }
+
     def result(self) -> dict[str, Any]:
         """Return all but the configuration, for JSON."""
         return {name: value for name, value in asdict(self).items() if name != "config"}
@@ -114,6 +126,26 @@ class Cell:
         low, high = map(math.log, self.lr_range)
         at = math.log(self.lr)
         return low < high and not low + EDGE * (high - low) < at < high - EDGE * (high - low)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the cell's options, its results and every run."""
+        low, mean, high = self.value
+        config = asdict(self.trials[0].config)
+        return {
+            "name": self.optimizer,
+            "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
+            "tuned": [{"lr": lr, self.metric: value} for lr, value in self.tuned],
+            "on_edge": self.on_edge,
+            self.metric: {"lowest": low, "mean": mean, "highest": high},
+            "loss": dict(zip(("lowest", "mean", "highest"), self.loss, strict=True)),
+            "steps": self.trials[0].steps,
+            "steps_to_target": self.steps_to_target,
+            "seconds": self.seconds,
+            "state_bytes": self.trials[0].state_bytes,
+            "curve": {"steps": [step for step, _ in self.curve], self.metric: [value for _, value in self.curve]},
+            "final": [trial.as_json(self.metric) for trial in self.trials],
+            "tuning": [trial.as_json(self.metric) for trial in self.tuning],
+        }
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The answer of ``bighorn compare`` in words, with intervals over seeds; and the time of a step."""
+"""The answer of ``bighorn compare`` in words and as a table, with intervals over seeds; and the time of a step."""
 
 import math
 import statistics
@@ -177,3 +177,25 @@ def unfinished(search: Search) -> list[str]:
         elif queue is None:
             lines.append(f"{where}: no trials yet.")
     return lines
+
+
+def columns(metric: str, target: float | None) -> list[str]:
+    """The heads of the table."""
+    reached = "steps" if target is None else f"steps to {metric_text(metric, target, 0)}"
+    return ["optimizer", "batch", "best lr", f"{metric} (min-max)", reached, "loss", "state", "time"]
+
+
+def row(cell: Cell, target: bool = True) -> tuple[str, ...]:
+    """A cell as text, by :func:`columns`; means over the seeds, but the median of steps and times."""
+    low, mean, high = (metric_text(cell.metric, value) for value in cell.value)
+    reached = f"{cell.steps_to_target:.0f} of " if math.isfinite(cell.steps_to_target) else "never of "
+    return (
+        cell.optimizer,
+        str(cell.batch_size),
+        f"{cell.lr:g}" + ("*" if cell.on_edge else ""),
+        f"{mean} ({low.rstrip('%')}-{high.rstrip('%')})",
+        f"{reached if target else ''}{cell.trials[0].steps}",
+        "-" if math.isnan(cell.loss[1]) else f"{cell.loss[1]:.4f}",
+        f"{cell.trials[0].state_bytes / 1e6:.2f} MB",
+        f"{cell.seconds:.1f} s",
+    )

@@ -40,7 +40,8 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
             )
         before = len(search.finished())
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, initializer=_leave_interrupts_to_parent) as pool:
+        # Interrupts are left to this process.
+        with ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
             working = {pool.submit(worker, search.plan, os.getpid(), number) for number in range(processes)}
             try:
                 while working:
@@ -56,10 +57,6 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
                 raise
         search.release()
         look()
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def places(device: str) -> int:

@@ -1,21 +1,20 @@
 """The report of ``bighorn bench``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from bighorn.cli.bench_table import answers
+from bighorn.cli.bench_table import COLUMNS, answers, as_text
+from bighorn.cli.peers import PEERS
 from bighorn.cli.reports import Section, plots, render
 
 
-def bench_report(
-    content: Mapping[str, Any], columns: Mapping[str, Callable[[dict[str, Any]], str]], absent: Sequence[str]
-) -> str:
+def bench_report(content: Mapping[str, Any]) -> str:
     """Return the report of ``bighorn bench``, from its JSON: a figure and a table for each set of shapes."""
     config, sets = content["config"], content["results"]
     baseline = sets[0]["optimizers"][0]["label"]
     rows = [row for found in sets for row in found["optimizers"]]
-    columns = {name: show for name, show in columns.items() if any(show(row) != "-" for row in rows)}
+    columns = {name: show for name, show in COLUMNS.items() if any(show(row) != "-" for row in rows)}
     sections = []
     for found in sets:
         ratios = [(row["label"], row["ratio"]) for row in found["optimizers"] if row["ratio"] is not None]
@@ -23,10 +22,10 @@ def bench_report(
         label = f"step time on {found['shapes']},\nrelative to {baseline}"
         figure = partial(plots.dots, peers, label, mark=1.0) if peers else None
         text = "\n".join([f"{found['parameters']:,} parameters in {found['tensors']} tensors.", *found["notes"]])
-        cells = [(row["label"], *(show(row) for show in columns.values())) for row in found["optimizers"]]
+        cells = as_text(found["optimizers"], list(columns))
         sections.append(Section(found["shapes"], text, figure, ("optimizer", *columns), cells))
-    if absent:
-        sections.append(Section("Not installed here", ", ".join(absent)))
+    if content["absent"]:
+        sections.append(Section("Not installed here", ", ".join(PEERS[name].label for name in content["absent"])))
     *lead, answer = answers(sets) or [f"A step of {baseline}"]
     lead.append(f"Each optimizer takes turns with {baseline}, whose first row is against itself: the noise.")
     tiles = {

@@ -34,7 +34,6 @@ def curves(
     tests: Sequence[float],
     label: str,
     *,
-    percent: bool = False,
     log: bool = False,
     width: float = WIDTH,
 ) -> str:
@@ -44,19 +43,19 @@ def curves(
     end, steps = steps[-1], steps[: len(batches)]
     if len(steps) > 60:
         axes.plot(steps, batches, color=SERIES[0], alpha=0.22, linewidth=0.8)
-    means, number = smoothed(batches, len(batches) // 80), "{:.2%}" if percent else "{:.4g}"
+    means = smoothed(batches, len(batches) // 80)
     if len(batches):
         axes.plot(steps, means, color=SERIES[0], label="training")
     axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
     for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
         for x, y in zip(xs, ys, strict=True):
-            add_tip(axes, x, y, f"{name}, step {x}: {label} {number.format(y)}")
+            add_tip(axes, x, y, f"{name}, step {x}: {label} {metric_text(label, y, 2)}")
     if log:
         axes.set_yscale("log")
         label_powers(axes.yaxis)
-    if percent:
+    if is_share(label):
         # A batch without an error, which is at infinity, may leave the figure.
-        accuracy_scale(axes, [*np.minimum(means, max(tests, default=1.0)), *tests])
+        accuracy_scale(axes, [*np.fmin(means, max(tests, default=1.0)), *tests])
     axes.set(xlabel="step", ylabel=label, xlim=(0, max(end, 1)))
     axes.legend()
     return to_svg(figure, f"{label} by step")

@@ -1,6 +1,7 @@
 """The look of the figures: colours of the page, scales, texts above points, and the conversion to SVG."""
 
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98
 def accuracy_scale(axes: Axes, values: Iterable[float]) -> None:
     """Scale an axis of accuracies by the logarithm of the error, so that differences near 100% can be seen."""
     axes.set_yscale("function", functions=(_of_error, lambda y: 1 - 10**-y))
-    heights = _of_error(list(values))
+    heights = _of_error([value for value in values if math.isfinite(value)] or [0.0, 0.9])
     low, high = float(heights.min()), float(heights.max())
     room = 0.08 * (high - low) or 0.1
     axes.set_ylim(1 - 10 ** -max(low - room, 0.0), 1 - 10 ** -(high + room))

@@ -27,10 +27,10 @@ def train_report(run: Run) -> str:
     }
     sections = []
     if steps:
-        test_steps = [test[0] for test in tests]
+        test_steps = [step for step, test in tests if "loss" in test]
         losses = [test["loss"] for _, test in tests if "loss" in test]
         log = min(*history.loss, *losses, math.inf) > 0
-        figure = partial(plots.curves, steps, history.loss, test_steps[: len(losses)], losses, "loss", log=log)
+        figure = partial(plots.curves, steps, history.loss, test_steps, losses, "loss", log=log)
         text = "Training: each batch, as the model is in training, and its running mean."
         sections.append(Section("Loss", text, figure))
         for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
@@ -44,7 +44,7 @@ def train_report(run: Run) -> str:
             f"{step:,}",
             f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
             f"{history.lr[step - 1]:.3g}",
-            *(_text(name, test[name]) for name in reversed(names)),
+            *(_text(name, test.get(name)) for name in reversed(names)),
         )
         for step, test in tests
     ]
@@ -60,28 +60,25 @@ def train_report(run: Run) -> str:
     return render(title, lead, tiles, sections, history.commands, settings, config.device)
 
 
-def _text(name: str, value: float) -> str:
-    return f"{value:.4f}" if name == "loss" else metric_text(name, value, 2)
+def _text(name: str, value: float | None) -> str:
+    return metric_text(name, value, 2) if name != "loss" or value is None else f"{value:.4f}"
 
 
 def _metric(name: str, run: Run) -> Section:
     """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
-    steps, batches, share = range(1, run.step + 1), run.history.batch_metrics.get(name, []), is_share(name)
+    steps, batches = range(1, run.step + 1), run.history.batch_metrics.get(name, [])
     test_steps = [step for step, test in run.history.tests if name in test]
     tests = [test[name] for _, test in run.history.tests if name in test]
-    figure = partial(plots.curves, steps, batches, test_steps, tests, name, percent=share)
-    text = "On a logarithmic scale of the error, up to the best test." if share else ""
+    figure = partial(plots.curves, steps, batches, test_steps, tests, name)
+    text = "On a logarithmic scale of the error, up to the best test." if is_share(name) else ""
     return Section(name.capitalize(), text, figure)
 
 
 def _heat_map(run: Run, metric: Metric) -> Section:
     history = run.history
-    position = {name: index for index, (name, _) in enumerate(run.model.named_parameters())}
-    order = sorted(range(len(history.layers)), key=lambda index: position.get(history.layers[index], len(position)))
-    values = np.array(history.metrics[metric.name], dtype=float).T[order]
+    values = np.array(history.metrics[metric.name], dtype=float).T
     if metric.times_lr:
         values = values * np.array([history.lr[step - 1] for step in history.metric_steps])
-    layers = [history.layers[index] for index in order]
     label = f"lr x {metric.label}" if metric.times_lr else metric.label
     text = f"{metric.text} Logarithmic colours; the outermost values share the last ones."
-    return Section(metric.heading, text, partial(plots.heat_map, layers, history.metric_steps, values, label))
+    return Section(metric.heading, text, partial(plots.heat_map, history.layers, history.metric_steps, values, label))

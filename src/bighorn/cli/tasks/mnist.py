@@ -22,7 +22,6 @@ class Mnist(Classification):
     batch_size = 256
     epochs = 3.0
     batch_sizes: tuple[int, ...] = (256, 1024, 4096)
-    one_thread = False
     target = 0.97
 
     def __init__(self, data: str | None = None) -> None:

@@ -22,7 +22,6 @@ class Text(Classification):
     batch_size = 64
     epochs = 1.0
     batch_sizes = (16, 64, 256)
-    one_thread = False
     target = 0.5
 
     def __init__(self, data: str | None = None) -> None:
@@ -52,7 +51,6 @@ class GPT(nn.Module):
 
     def __init__(self, classes: int, width: int = 128, heads: int = 4, blocks: int = 5, dropout: float = 0.1) -> None:
         super().__init__()
-        self.heads = heads
         self.token = nn.Embedding(classes, width)
         self.position = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(blocks))

@@ -120,11 +120,16 @@ class Trial:
         fp16 = self.config.precision == "fp16"
         with torch.autocast(self.device.type, torch.float16, enabled=fp16):
             returned = self.task.loss(model.train(), to_device(batch, self.device))
-        loss = returned[0] if isinstance(returned, tuple) else returned
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
         if not isinstance(loss, Tensor) or loss.ndim:
             raise InputError(
                 f"{what} returned {shown(loss)} {given}, but must return a scalar tensor: the batch's mean."
             )
+        for name, value in metrics.items():
+            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.ndim == 0):
+                raise InputError(
+                    f"{what} returned the metric {name!r} = {shown(value)} {given}, which must be a number."
+                )
         if not math.isfinite(loss.item()):
             raise InputError(
                 f"{what} is {loss.item()} {given}, before any step. Look for a logarithm or a division of zero, or for "

@@ -147,18 +147,9 @@ class UserTask:
         value = getattr(self._task, name)  # an optional attribute or method
         return partial(self._call, name) if callable(value) else value
 
-    def model(self) -> nn.Module:
-        """Call the user's method."""
-        made: nn.Module = self._call("model")
-        return made
-
     def batches(self, split: str, batch_size: int, generator: torch.Generator) -> Iterable[Any]:
         """Call the user's method; also errors of the iteration are reported."""
         return UserBatches(self, split, batch_size, generator)
-
-    def loss(self, model: nn.Module, batch: Any) -> Any:
-        """Call the user's method."""
-        return self._call("loss", model, batch)
 
     def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
         """Call the user's method, and check what it returns."""

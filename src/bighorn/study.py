@@ -38,7 +38,7 @@ class Comparison:
 
 def compare(
     task: Task,
-    optimizers: Sequence[str] = ("lamb", "adamw"),
+    optimizers: str | Sequence[str] = ("lamb", "adamw"),
     batch_sizes: Sequence[int] | None = None,
     study: str | Path | None = None,
     **options: Any,
@@ -47,7 +47,8 @@ def compare(
 
     Args:
         task: The task.
-        optimizers: Names of optimizers or variants, as of ``--optimizers``. Default: ("lamb", "adamw")
+        optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
+            "adamw")
         batch_sizes: Batch sizes. Default: those of the task
         study: A file that keeps every run, and where another call or the command goes on. Default: none
         options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
@@ -67,7 +68,7 @@ def compare(
     """
     config = CompareConfig(
         task=type(task).__name__,
-        optimizers=",".join(optimizers),
+        optimizers=optimizers if isinstance(optimizers, str) else ",".join(optimizers),
         batch_sizes=None if batch_sizes is None else ",".join(map(str, batch_sizes)),
         **options,
     )

@@ -225,7 +225,7 @@ class Classification:
         """Return the task with a fixed random fifth of its training data as its validation data."""
         inputs, targets = self.data["train"]
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
-        cut = int(HELD_OUT * len(inputs))
+        cut = max(1, int(HELD_OUT * len(inputs)))
         held, kept = order[:cut][: max(1, MOST_HELD_OUT // targets[0].numel())], order[cut:]
         task = copy.copy(self)
         task.data = self.data | {

@@ -92,6 +92,64 @@ def test_a_task_trains_and_is_written_down(invoke: Invoke, mine: str) -> None:
     assert page.tags.count("svg") == 2 * 4  # loss, error, trust ratios, learning rate
 
 
+ODD = '''
+import math
+import torch
+from torch import nn
+
+class Odd:
+    """A task whose metrics, parameters and gradients are not those of every step."""
+
+    metric, higher_is_better, samples, evaluations, used = "accuracy", True, 64, 0, 0
+
+    def model(self):
+        return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def batches(self, split, batch_size, generator):
+        return [torch.ones(batch_size, 2)] * 4
+
+    def loss(self, model, batch):
+        self.used += 1
+        return model[self.used % 2](batch).square().mean()
+
+    def evaluate(self, model, split):
+        self.evaluations += 1
+        later = {"seen": 1.0} if self.evaluations > 4 else {}
+        return {"accuracy": math.nan if self.evaluations > 3 else 0.5, **later}
+
+class Vector(Odd):
+    def model(self):
+        return nn.PReLU(2)
+
+    def loss(self, model, batch):
+        return (1 - model(-batch)).square().mean()
+
+class Rows(Odd):
+    def loss(self, model, batch):
+        return super().loss(model, batch), {"rows": batch.mean(dim=0)}
+'''
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "came"])
+@pytest.mark.parametrize("name", ["Odd", "Vector"])
+def test_values_that_are_not_of_every_step_are_gaps(name: str, optimizer: str, invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    words = ["--optimizer", optimizer, "--steps", 12, "--batch-size", 4, "--report", "run.html", "--json", "run.json"]
+    invoke("train", "--task", f"{tmp_path / 'odd.py'}:{name}", *words)
+    found = json.loads(Path("run.json").read_text())
+    assert found["result"]["test_accuracy"] is None
+    assert found["history"]["layers"] == (["0.weight", "1.weight"] if name == "Odd" else [])
+    for rows in found["history"]["metrics"].values():
+        assert all(row.count(None) == 1 for row in rows)
+    assert_self_contained(Path("run.html"))
+
+
+def test_a_metric_of_a_batch_is_a_number(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    output = invoke("train", "--task", f"{tmp_path / 'odd.py'}:Rows", "--batch-size", 4, code=1).output
+    assert re.search(r"loss\(model, batch\) returned the metric 'rows' = float32\[2\] .* must be a number", output)
+
+
 @pytest.mark.parametrize("place", ["{}:Circles", "{}.py:CIRCLES", "{}:CIRCLES", "{}.py:Circles"])
 def test_the_forms_of_a_place_are_one_task(invoke: Invoke, mine: str, place: str) -> None:
     invoke("train", "--task", place.format(mine), "--json", "run.json")

@@ -18,6 +18,7 @@ import bighorn
 from bighorn.compat import apex, mindformers, mindspore, npu_bridge, pytorch_fused_lamb, timm, torch_npu
 from tests.support import scalar_formulas
 from tests.support.compat_training import LRS, assert_close, by_scalar, gradient, step, trained, weights
+from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
 Params = Mapping[str, Parameter]
@@ -255,6 +256,28 @@ def test_a_torch_scheduler_drives_it(layer: str) -> None:
     torch.optim.lr_scheduler.ExponentialLR(refusing, 0.5)
     with pytest.raises(RuntimeError, match="initial_lr"):
         step(params, refusing, 0)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_is_itself_on_the_ranks_of_shard_update(layer: str) -> None:
+    """A rank's share has the options of the whole, among them a loss_scale."""
+    alone, shared = (weights(torch.float32) for _ in range(2))
+    whole, optimizer = (LAYERS[layer][0](params, 0.1) for params in (alone, shared))
+    with group_of_one():
+        parts = bighorn.shard_update(optimizer)
+        for number in range(2):
+            step(alone, whole, number)
+            for name, param in shared.items():
+                param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
+            parts.step()
+    assert all(param.equal(alone[name]) for name, param in shared.items())
+
+
+def test_a_loss_scale_divides_whole_steps_alone() -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = mindformers.Came(model.named_parameters(), 0.1, loss_scale=4)
+    with pytest.raises(ValueError, match="loss_scale=4 divides the gradients of a whole step; leave it at 1"):
+        bighorn.release_gradients(model, optimizer)
 
 
 def test_apex_groups_count_their_steps() -> None:

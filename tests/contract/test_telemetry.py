@@ -79,6 +79,17 @@ def test_every_figure_has_a_tag_for_every_layer(kind: Kind, backend: str) -> Non
         assert values[f"effective_lr/{layer}"] == lr * values[f"{OURS[kind][-1]}/{layer}"]
 
 
+def test_layers_of_one_name_in_two_groups_are_told_apart(kind: Kind) -> None:
+    nets = [torch.nn.Linear(3, 2) for _ in range(2)]
+    optimizer = kind([{"params": list(net.named_parameters())} for net in nets], lr=0.1)
+    for net in nets:
+        net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    names = ("weight", "bias", "weight-2", "bias-2")
+    assert optimizer.telemetry().names == tuple(optimizer.telemetry().as_dict()) == names
+    assert {f"lr/{name}" for name in names} < telemetry.scalars(optimizer).keys()
+
+
 def test_the_learning_rate_is_that_of_the_step_and_not_what_was_written_since(kind: Kind, backend: str) -> None:
     _, optimizer = stepped(kind, backend=backend)
     for group in optimizer.param_groups:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
+from bighorn.deferred import DeferredScalar
 from tests.support import overlap_worker
 from tests.support.processes import group_of_one, outcomes, said_by
 from tests.support.tables import for_every
@@ -238,6 +239,33 @@ def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> N
     scaler.update()
     backward()
     overlap.step()
+
+
+@pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
+def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) -> None:
+    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: make(m.parameters(), lr=0.1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        for _ in range(2):
+            backward()
+            overlap.step()
+            scaler.update()
+            overlap.zero_grad()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_sums_that_have_overflowed_are_an_error_of_the_next_step_alone() -> None:
+    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
+    assert overlap._scaled is not None
+    overlap._scaled.late_before = DeferredScalar(torch.ones(()))
+    backward()
+    with pytest.raises(RuntimeError, match="overflowed as they were summed"):
+        overlap.step()
+    overlap.zero_grad()
+    backward()
+    overlap.step()
+    scaler.update()
 
 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])

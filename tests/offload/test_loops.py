@@ -253,6 +253,17 @@ def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
     assert steps == {5}
 
 
+def test_a_scaler_where_new_tensors_are_float64() -> None:
+    net, scaler = network(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer, loss = offloaded(net, lamb(net), scaler=scaler), loss_of(net, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        scaled_step(scaler, optimizer, loss)
+        optimizer.synchronize()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_scaler_with_a_clip() -> None:
     nets = network(), network()
     scalers = [LossScaler(FixedScale(1024.0)) for _ in nets]

@@ -107,7 +107,8 @@ class MindSporeOptimizer(Optimizer):
             param_group: A group, as in `params` of the constructor.
         """
         with about(f"group {len(self.param_groups)}"):
-            super().add_param_group(_converted(param_group, self.MOST_DECAY))
+            ours = "schedule_step" in param_group  # `on_ranks` gives complete groups
+            super().add_param_group(param_group if ours else _converted(param_group, self.MOST_DECAY))
 
     def _step_with(self, gradients: object) -> int:
         """Step with these gradients instead of those in `.grad`, and return the number of parameters."""

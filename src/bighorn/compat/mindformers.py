@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ import bighorn
 from bighorn.arguments import between, came_beta1, came_beta3, flag, knows_its_keywords, number, positive
 from bighorn.compat._mindspore import MindSporeOptimizer, check_decay, check_params, check_rate, floating
 from bighorn.schedules import RelativeStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Came"]
 
@@ -112,6 +115,18 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if relative_step and isinstance(param_group, dict) and "lr" in param_group:
             raise ValueError(f"relative_step=True computes the learning rate: leave lr={param_group['lr']!r} out")
         super().add_param_group(param_group)
+
+    def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
+        """Return a fresh optimizer with the same options for this rank's share of the parameters, as the base class."""
+        part = super().on_ranks(groups, process_group)
+        part.loss_scale = self.loss_scale
+        return part
+
+    def whole_step_reason(self) -> str | None:
+        """The reason why every gradient is needed before the first parameter is written, or None."""
+        if self.loss_scale != 1:
+            return f"loss_scale={self.loss_scale:g} divides the gradients of a whole step; leave it at 1"
+        return super().whole_step_reason()
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> Tensor:
         """Step with these gradients. Gradients in `.grad` are neither used nor changed.

@@ -353,10 +353,9 @@ def _is_distributed(tensor: Tensor) -> bool:
 
 def _split(placement: Any) -> int:
     """The dim of a tensor that a placement shards, or -1."""
-    from torch.distributed.tensor.placement_types import Shard as ShardedDims
-    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.tensor import placement_types
 
-    return placement.dim if isinstance(placement, ShardedDims | _StridedShard) else -1
+    return placement.dim if isinstance(placement, placement_types.Shard | placement_types._StridedShard) else -1
 
 
 def _kept(placement: Any, dims: Sequence[int]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -77,7 +77,7 @@ class Reports(Optimizer):
             table = torch.cat([piece.to(pieces[0].device) for piece in pieces])
         skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
         return {
-            "names": tuple([label for plan in self._last for label in plan.step_labels()]),
+            "names": _distinct([label for plan in self._last for label in plan.step_labels()]),
             **dict(zip(columns, table.unbind(dim=1), strict=True)),
             "skipped": skipped,
         }
@@ -179,6 +179,16 @@ class Reports(Optimizer):
         for index, mine in sorted(kernels.items()):
             lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
         return "\n".join(lines)
+
+
+def _distinct(labels: Iterable[str]) -> tuple[str, ...]:
+    """Return labels with a number for those that an earlier group has as well: weight, weight-2."""
+    seen: Counter[str] = Counter()
+    found = []
+    for label in labels:
+        seen[label] += 1
+        found.append(label if seen[label] == 1 else f"{label}-{seen[label]}")
+    return tuple(found)
 
 
 def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledOptions], settings: Settings) -> str:

@@ -338,13 +338,20 @@ OFF_IS_OURS = frozenset(NOT_OURS).union(
 """Arguments that ask for what is the default here if they are off; adam_w_mode=False, for one, does not."""
 
 
+def _by_name(presets: tuple[Preset, ...]) -> dict[str, Preset]:
+    return {name: preset for preset in presets for name in (preset.name, *preset.aliases)}
+
+
 def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Preset, ...] = PRESETS) -> dict[str, Any]:
     """Return the options of a preset for some parameters; given options override its own.
 
     Raises:
         ValueError: There is no such preset, or its argument in its own package is given and off.
     """
-    known = {word: preset for preset in presets for word in (preset.name, *preset.aliases)}
+    known = _by_name(presets)
+    for kind, others in {"Lamb": PRESETS, "Came": CAME_PRESETS, "Lars": LARS_PRESETS}.items():
+        if isinstance(name, str) and name not in known and name in _by_name(others):
+            raise ValueError(f"name={name!r} is a preset of {kind}: use {kind}.like({name!r}, ...)")
     choice(*known)("name", name)
     preset = known[name]
     if preset.argument is not None and preset.argument in given:

@@ -121,7 +121,6 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
         "lars_apply": (2 * (x + kept + s) + g, 2 * (x + kept + s)),
         "came_squares": (g, 0),
         "came_update_squares": (g, 0),
-        "came_known_squares": (g, 0),
         "came_average": (g + s, 0 if coded else s),
         "came_apply": (x + kept + s, x + kept),
         "came_second_moment": (g + v, v),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -20,6 +20,16 @@ def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, in
     if factor == "last_two":
         return math.prod(shape[:-2]), shape[-2], shape[-1]
     return 1, shape[0] if shape else 1, math.prod(shape[1:])
+
+
+def row_axis(dims: int, factor: Factor | None) -> int:
+    """Return the dim of a matrix's rows; the dims after it are columns, those before it are batch dims.
+
+    Example:
+        >>> row_axis(4, "matrix"), row_axis(4, "last_two")
+        (0, 2)
+    """
+    return dims - 2 if factor == "last_two" else 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,14 @@ class Shard:
         if self.elements is None:
             return positions(self.size, self.offset, self.shape, device)
         return torch.arange(self.elements.start, self.elements.stop, device=device)
+
+    def positions_along(self, dims: Sequence[int], like: Tensor | None = None) -> Tensor:
+        """Return the positions of the box in the whole tensor along these dims alone, in the memory order of `like`."""
+        size, offset, shape = ([extent[dim] for dim in dims] for extent in (self.size, self.offset, self.shape))
+        at = positions(size, offset, shape, torch.device("cpu")).expand(size)
+        if like is not None:
+            at = torch.empty_like(like, dtype=torch.int64, device="cpu").copy_(at.view(like.shape))
+        return at.as_strided((at.numel(),), (1,))
 
     @property
     def _before(self) -> int:

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
 from bighorn.kernels.cpu.library import STRUCTURES
 from bighorn.kernels.options import CameOptions
-from bighorn.kernels.reference.came import row_axis
-from bighorn.kernels.rounding import positions
 
 
 class Shards:
@@ -55,7 +53,7 @@ class Shards:
         matrices, height, width = matrix_shape(torch.Size(shard.shape), factor)
         if factor is None:
             return STRUCTURES["FactoredShard"](matrices=matrices, height=height, width=width)
-        axis = len(dims) + row_axis(bucket.params[i], factor)
+        axis = row_axis(len(dims), factor)
         row, col = (bucket.state[f"exp_avg_sq_{which}"][i] for which in ("row", "col"))
         return STRUCTURES["FactoredShard"](
             matrices=matrices,
@@ -72,14 +70,10 @@ class Shards:
 
     def _at(self, shard: Shard, dims: Sequence[int], like: Tensor | None = None) -> int | None:
         """Return the address of the elements' positions along these dims in the whole tensor, or None for 0, 1, ..."""
-        size, offset, whole = ([extent[dim] for dim in dims] for extent in (shard.size, shard.offset, shard.shape))
-        if size == whole and (like is None or like.is_contiguous()):
+        if all(shard.size[dim] == shard.shape[dim] for dim in dims) and (like is None or like.is_contiguous()):
             return None
-        at = positions(size, offset, whole, torch.device("cpu")).expand(size)
-        if like is not None:
-            at = torch.empty_like(like, dtype=torch.int64).copy_(at.view(like.shape))
-        self.positions.append(at)
-        return at.data_ptr()
+        self.positions.append(shard.positions_along(dims, like))
+        return self.positions[-1].data_ptr()
 
 
 def numbers(whole: Any, factored: bool) -> tuple[int, int, int]:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import compute_dtype, count_step, one_minus_power, write
-from bighorn.kernels.bucket import Bucket, rows_with_grad
+from bighorn.kernels.bucket import Bucket, row_axis, rows_with_grad
 from bighorn.kernels.codec import NEAREST, Dither, dequantize, quantize
 from bighorn.kernels.foreach import pieces
 from bighorn.kernels.foreach.stacks import ALL, Index, Stack, batches, slices, stacked
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference import came as reference
-from bighorn.kernels.reference.came import row_axis
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, positions, random_bits, rng_key, store_weight
 from bighorn.square_sums import square_sums
 
@@ -107,7 +106,7 @@ class Batch:
         self.grad_scale = -grad_scale if o.maximize else grad_scale
         self.t = torch.stack([bucket.steps[i] for i in self.rows]).to(wide(self.device)) + 1
         arrays = self.arrays(self.g.whole)
-        self.axes = [row_axis(array[0], o.factor) if o.factor else -1 for array in arrays]
+        self.axes = [row_axis(array.dim() - 1, o.factor) - array.dim() + 1 if o.factor else -1 for array in arrays]
         self.in_blocks = "exp_avg_scale" in bucket.state
         self.pieces: list[Index] = [(ALL,)]
         if len(arrays) == 1:  # Quantization blocks are not divided, since they run along a row.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import one_minus_power, rsqrt_of_ratio
-from bighorn.kernels.bucket import Shard
+from bighorn.kernels.bucket import Shard, row_axis
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.reference.stepper import Rule, Stepper, Sums
@@ -88,7 +88,7 @@ class Averages:
         shard: Shard,
     ) -> None:
         q = shard.box(a * a + eps)
-        axis = q.dim() + row_axis(q, factor)
+        axis = row_axis(q.dim(), factor)
         self.a, self.shard, self.name, self.old = a, shard, name, state
         self.down, self.across = (axis,), tuple(range(axis + 1, q.dim()))
         self.both = self.down + self.across
@@ -161,17 +161,6 @@ class Averages:
         self.row, self.col = shard.cut(row, self.across), shard.cut(col, self.down)
         self.mean = shard.cut(mean, self.both)
         return row, col, mean
-
-
-def row_axis(x: Tensor, factor: Factor) -> int:
-    """Return the dim (from the end) of a matrix's rows; the dims after it are columns, those before it are batch dims.
-
-    Example:
-        >>> x = torch.zeros(64, 3, 7, 7)
-        >>> row_axis(x, "matrix"), row_axis(x, "last_two")
-        (-4, -2)
-    """
-    return -x.dim() if factor == "matrix" else -2
 
 
 class Came(Stepper[CameOptions]):

@@ -27,40 +27,57 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate."""
+    """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate.
+
+    For shards a second launch computes those along the split dim (KNOWN is "rows" or "columns") of g^2 divided by the
+    averages that are not split.
+    """
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    _, _, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
     start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
-    g = tl.load(grads_ptr + index)
-    scale = common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
+    known, parts = row_ptr, (row_parts, col_parts)
+    if KNOWN == "rows":
+        known = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
+    elif KNOWN == "columns":
+        known = tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE)
+    g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
     if tiling.aligned(g, shape, VECTOR):
-        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, VECTOR, WIDE, TILE_BLOCK)
+        square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, VECTOR, WIDE, TILE_BLOCK)
     else:
-        square_tile(common.at(g, start, G), shape, scale, row_parts, col_parts, 1, WIDE, 2 * layout.FEW)
-    if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
-        squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
-        tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
+        square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, 1, WIDE, 2 * layout.FEW)
+    if KNOWN == "":  # noqa: SIM102
+        if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
+            squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
+            tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
 
 
 @triton.jit
 def square_tile(
-    g, shape, scale, row_parts, col_parts, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
+    g, shape, scale, known, parts,
+    KNOWN: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of g^2 over the rows and the columns of a tile."""
+    """Store the sums of g^2, or of g^2 / known, over the rows and the columns of a tile."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
         value = common.gradient(g, offsets, mask, scale, VECTOR)
-        tiling.store_lines(row_parts, i, shape[0], tl.sum(value * value, 1), ROWS)
+        if KNOWN == "rows":
+            value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]
+        elif KNOWN == "columns":
+            value *= scaling.column_factors(known, shape, WIDE)[None, :]
+        if KNOWN != "rows":
+            tiling.store_lines(parts[0], i, shape[0], tl.sum(value * value, 1), ROWS)
         total += value * value
-    tiling.store_columns(col_parts, shape[1], tl.sum(total, 0), WIDE)
+    if KNOWN != "columns":
+        tiling.store_columns(parts[1], shape[1], tl.sum(total, 0), WIDE)
 
 
 @triton.jit
@@ -163,18 +180,28 @@ def update_squares(
 
 
 @triton.jit
-def came_totals(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, sums_ptr, scalars_ptr, _SOURCES: tl.constexpr):
+def came_totals(
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, whole_sums_ptr, scalars_ptr,
+    SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
+):  # fmt: skip
     """Compute, with one program per tensor, the clip factor of u, the learning rate, and the first two metrics."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     scalars = scalars_ptr + index * layout.NUMBER
-    size = scaling.root_mean(row_ptr, sums_ptr, layout.U_SQUARES)
-    clip = scaling.clipping(size, option_ptr)
+    size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.U_SQUARES, SPLIT))
+    excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
+    clip = 1 / tl.where(excess < 1, 1.0, excess)  # a NaN remains NaN
     tl.store(scalars + layout.CLIP, clip)
-    tl.store(scalars + layout.RATE, scaling.rate(row_ptr, option_ptr, sums_ptr))
-    tl.store(scalars + layout.RES_FACTOR, tl.sqrt(scaling.residual_correction(row_ptr, option_ptr)))
+    scale_eps, lr = tl.load(option_ptr + layout.option.SCALE_EPS), tl.load(option_ptr + common.LR)
+    if scale_eps >= 0:
+        param_size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.X_SQUARES, SPLIT))
+        lr *= tl.where(param_size < scale_eps, scale_eps, param_size)
+    tl.store(scalars + layout.RATE, lr)
+    correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
+    correction = tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
+    tl.store(scalars + layout.RES_FACTOR, tl.sqrt(correction))
     norms = common.at(tl.load(row_ptr + common.NORMS), 0, tl.float32)
     tl.store(norms, size.to(tl.float32))
     tl.store(norms + 1, clip.to(tl.float32))
@@ -325,7 +352,8 @@ def apply(
         m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, CODES_IN_TILES, VECTOR, WIDE, ROWS)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        rng = rng_key, tiling.row_starts(scales[2], i, shape, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
+        starts = scales[2] + (i + tl.arange(0, ROWS)) * shape[2]
+        rng = rng_key, starts[:, None], tl.arange(0, WIDE)[None, :]
         x -= decay * x
         weights.write_weight(
             pointers[0], offsets, mask, x - lr * scaling.update(m, r, c), rng, ROUNDING, VECTOR
@@ -336,7 +364,7 @@ def apply(
 
 @triton.jit
 def came_metrics(
-    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, apply_mask_ptr, whole_sums_ptr, scalars_ptr,
     FACTORED: tl.constexpr, SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
@@ -344,9 +372,7 @@ def came_metrics(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr = rows_ptr + index * common.ROW
-    confidence = scaling.tile_total(row_ptr, sums_ptr, layout.CONFIDENCES) / tl.maximum(
-        tl.load(row_ptr + layout.NUMEL), 1
-    )
+    confidence = scaling.mean(row_ptr, index, whole_sums_ptr, layout.CONFIDENCES, SPLIT)
     if SPLIT is not None:  # averages that were added up over ranks are not corrected yet
         confidence *= tl.load(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
     norms = common.at(tl.load(row_ptr + common.NORMS), 0, tl.float32)

@@ -42,7 +42,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.partials = torch.empty(partials, dtype=self.dtype, device=device)
         self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=self.dtype, device=device)
         self.line_sums = torch.empty(self.piece_to_row.numel(), dtype=torch.float64, device=device)
-        self.sums = torch.empty(came_layout.SUM.value * self.tile_to_row.numel(), dtype=torch.float64, device=device)
+        sums = came_layout.SUM.value * self.tile_to_row.numel()
+        self.whole_sums = self.sums = torch.empty(sums, dtype=torch.float64, device=device)
         self.scalars = torch.empty(came_layout.NUMBER.value * len(indices), dtype=torch.float64, device=device)
 
     @staticmethod
@@ -91,17 +92,11 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             state = self.buckets[index].state
             addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
             parts = [part, part + each.row_parts]
-            sums = self.sums_of(len(columns), tile, tile + tiles)
-            own = [*addresses, each.height, each.width, each.count, tile, *sums, piece, matrix, *parts, pack]
+            own = [*addresses, each.height, each.width, each.count, tile, piece, matrix, *parts, pack]
             columns.append([*own, *self.whole_columns(index, i, each), line, tile + tiles])
             tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
             part, pack, line = parts[1] + each.col_parts, pack + each.packs, line + each.lines
         return columns
-
-    def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
-        """Return the bounds of the sums of a row's tiles; `number` is the row's index."""
-        del number
-        return first, stop
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
         """Return a row's columns for the whole tensor: elements, height, width, and whether to add the old averages."""
@@ -111,7 +106,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""
         self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
-            self.launch(self.kernels.came_squares)
+            self.launch(self.kernels.came_squares, KNOWN="")
             self.launch(self.kernels.came_lines, RESIDUAL=False)
             self.launch(self.kernels.came_update_squares)
             self.launch(self.kernels.came_totals)

@@ -20,8 +20,6 @@ ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", 
     WIDTH,
     MATRICES,
     FIRST_TILE,  # an unfactored tensor has chunks instead of tiles
-    FIRST_SUM,  # the sums of its tiles; a shard has one sum, over all tiles of all ranks
-    STOP_SUM,
     FIRST_PIECE,  # pieces of rows come first, matrix by matrix
     FIRST_MATRIX,
     ROW_PARTS,  # the first partial sum of its rows, which have one per tile across them
@@ -34,7 +32,7 @@ ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", 
     LEADS_COLS,
     FIRST_LINE,  # its lines: rows, then columns, matrix by matrix
     STOP_TILE,
-) = common.columns(24, common.OWN)
+) = common.columns(22, common.OWN)
 
 option: Any = common.OptionColumns(
     BETA1=lambda o: o.betas[0],
@@ -50,7 +48,7 @@ option: Any = common.OptionColumns(
     CORRECTS=lambda o: o.bias_correction,
 )
 
-# The table of sums: float64, one row per tile.
+# The table of sums: float64, one row per tile; a shard's own table has one row, over all tiles of all ranks.
 U_SQUARES, X_SQUARES, CONFIDENCES, SUM = common.columns(4)
 
 # The table of numbers that each tensor has once, after its u is known: float64, one row per tensor.

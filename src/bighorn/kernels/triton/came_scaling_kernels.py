@@ -23,60 +23,27 @@ def second_rest(row_ptr, option_ptr):
 
 
 @triton.jit
-def residual_correction(row_ptr, option_ptr):
-    """Return the divisor of the residuals' averages, which are 0 at first."""
-    correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
-    return tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
-
-
-@triton.jit
-def tile_total(row_ptr, sums_ptr, COLUMN: tl.constexpr):
-    """Return a sum over all tiles of a tensor."""
-    return common.partial_total(
-        sums_ptr + COLUMN, tl.load(row_ptr + layout.FIRST_SUM), tl.load(row_ptr + layout.STOP_SUM), layout.SUM
-    )
-
-
-@triton.jit
-def root_mean(row_ptr, sums_ptr, COLUMN: tl.constexpr):
-    """Return the root of the mean square of all elements of a tensor."""
-    return tl.sqrt(tile_total(row_ptr, sums_ptr, COLUMN) / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1))
-
-
-@triton.jit
-def clipping(size, option_ptr):
-    """Return the clip factor of a u with this root mean square; a NaN remains NaN."""
-    excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
-    return 1 / tl.where(excess < 1, 1.0, excess)
-
-
-@triton.jit
-def rate(row_ptr, option_ptr, sums_ptr):
-    """Return the learning rate, which can depend on the size of x."""
-    scale_eps = tl.load(option_ptr + layout.option.SCALE_EPS)
-    lr = tl.load(option_ptr + common.LR)
-    if scale_eps >= 0:
-        size = root_mean(row_ptr, sums_ptr, layout.X_SQUARES)
-        lr *= tl.where(size < scale_eps, scale_eps, size)
-    return lr
+def mean(row_ptr, index, sums_ptr, COLUMN: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the mean over all elements of a tensor, from the sums of its tiles or, for a shard, from its sum."""
+    if SPLIT is None:
+        first, stop = tl.load(row_ptr + layout.FIRST_TILE), tl.load(row_ptr + layout.STOP_TILE)
+        total = common.partial_total(sums_ptr + COLUMN, first, stop, layout.SUM)
+    else:
+        total = tl.load(sums_ptr + index * layout.SUM + COLUMN)
+    return total / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1)
 
 
 @triton.jit
 def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """Return the root of the mean of a matrix's row averages, in the dtype of `root`; for shards, loaded from there."""
     if SPLIT is None:
-        return tl.sqrt(row_mean(row_ptr, matrix, line_sums_ptr, WIDE)).to(root.dtype.element_ty)
+        height = tl.load(row_ptr + layout.HEIGHT)
+        pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.WIDTH), WIDE)
+        first = tl.load(row_ptr + layout.FIRST_PIECE) + matrix * pieces
+        mean = common.partial_total(line_sums_ptr, first, first + pieces, 1) / height
+        return tl.sqrt(mean).to(root.dtype.element_ty)
     else:
         return tl.load(root)
-
-
-@triton.jit
-def row_mean(row_ptr, matrix, line_sums_ptr, WIDE: tl.constexpr):
-    """Return the mean of a matrix's row averages."""
-    height = tl.load(row_ptr + layout.HEIGHT)
-    pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.WIDTH), WIDE)
-    first = tl.load(row_ptr + layout.FIRST_PIECE) + matrix * pieces
-    return common.partial_total(line_sums_ptr, first, first + pieces, 1) / height
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------

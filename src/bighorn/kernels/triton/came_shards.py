@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bighorn.kernels import rounding
-from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
@@ -28,16 +27,11 @@ Split = Literal["none", "rows", "columns", "both"]
 
 def split_of(shard: Shard, factor: Factor | None) -> Split:
     """Return which lines of a matrix are split over ranks; averages of the other lines are then sums over shards."""
-    axis = row_axis(shard, factor)
+    axis = row_axis(len(shard.shape), factor)
     rows, columns = shard.splits([axis]), shard.splits(range(axis + 1, len(shard.shape)))
     if factor is None or not (rows or columns):
         return "none"
     return "both" if rows and columns else "rows" if rows else "columns"
-
-
-def row_axis(shard: Shard, factor: Factor | None) -> int:
-    """Return the dim of a matrix's rows."""
-    return len(shard.shape) - 2 if factor == "last_two" else 0
 
 
 @dataclass
@@ -83,14 +77,12 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
         super().__init__(buckets, indices, layouts, uploads)
         self.shard_kernels = came_shard_kernels
-        (index, i), tiles, device = indices[0], self.tile_to_row.numel(), self.device
+        (index, i), device = indices[0], self.device
         self.factor = buckets[index].options.factor
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}
-        # The sums of whole tensors follow those of tiles.
-        self.sums = torch.zeros(self.columns.SUM.value * (tiles + len(indices)), dtype=torch.float64, device=device)
-        sums = self.sums.view(-1, self.columns.SUM.value)
-        self.whole_sums = sums[tiles:]
+        self.sums.zero_()
+        self.whole_sums = torch.zeros(len(indices), self.columns.SUM.value, dtype=torch.float64, device=device)
         if self.factored:
             shards = [self.shard(*index) for index in indices]
             self.lines = torch.zeros(sum(each.lines for each in self.grids), dtype=torch.float64, device=device)
@@ -98,8 +90,8 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.by_row, self.by_col = (self._lines(self.grids, shards, of_rows) for of_rows in (True, False))
             counts = [self._whole(shard)[0] for shard in shards]
             firsts = itertools.accumulate(counts[:-1], initial=0)
-            which = [first + numbers(shard, self.factor) for first, shard in zip(firsts, shards, strict=True)]
-            self.matrices = torch.cat(which).to(device)
+            here = [each.positions_along(range(row_axis(len(each.shape), self.factor))) for each in shards]
+            self.matrices = torch.cat([first + each for first, each in zip(firsts, here, strict=True)]).to(device)
             self.matrices_per_row = uploads.table(counts, torch.int64)
             self.matrix_to_row = self.program_table([each.count for each in self.grids])
 
@@ -114,7 +106,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
             self.find_present()
-            self.launch(self.kernels.came_squares)
+            self.launch(self.kernels.came_squares, KNOWN="")
             self.launch(self.kernels.came_lines, RESIDUAL=False)
             u_sums, x_sums = yield from self.update_sums()
         else:
@@ -146,7 +138,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the sums of u^2 and x^2 over each tensor, and add up the averages of squares over all ranks."""
         if self.split in ("rows", "columns"):
-            self.launch(self.shard_kernels.came_known_squares)
+            self.launch(self.kernels.came_squares, KNOWN=self.split)
             self.launch(self.shard_kernels.came_line_sums)
             inner = self.split_lines.spread(self.inner)
             inner, lines, mean, x_sums = yield from self.one_whole(inner, self.sums_of_tiles()[1], residual=False)
@@ -234,17 +226,11 @@ class CameShardLaunchGroup(CameLaunchGroup):
         """Return the shard of a row."""
         return self.buckets[index].shards[i]
 
-    def sums_of(self, number: int, first: int, stop: int) -> tuple[int, int]:
-        """See `CameLaunchGroup.sums_of`."""
-        del first, stop
-        tiles = sum(self.tile_counts())
-        return tiles + number, tiles + number + 1
-
     def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
         """See `CameLaunchGroup.whole_columns`."""
         del each
         shard, factor = self.shard(index, i), self.buckets[index].options.factor
-        axis = row_axis(shard, factor)
+        axis = row_axis(len(shard.shape), factor)
         _, height, width = matrix_shape(torch.Size(shard.shape), factor)
         return [shard.numel, height, width, shard.leads(range(axis + 1, len(shard.shape))), shard.leads([axis])]
 
@@ -254,13 +240,15 @@ class CameShardLaunchGroup(CameLaunchGroup):
     def _lines(self, grids: list[TileGrid], shards: list[Shard], of_rows: bool) -> Lines:
         here, positions, per_matrix, in_all = [], [], [], []
         start = first = 0
-        for x, shard, each in zip(self.params, shards, grids, strict=True):
+        for (index, i), shard, each in zip(self.indices, shards, grids, strict=True):
             count, height, width = self._whole(shard)
             mine, length = (each.height, height) if of_rows else (each.width, width)
-            along = rows_of(shard, self.factor) if of_rows else columns_of(x, shard, self.factor)
+            dims, axis = range(len(shard.shape)), row_axis(len(shard.shape), self.factor)
+            along = dims[: axis + 1] if of_rows else (*dims[:axis], *dims[axis + 1 :])
+            average = self.buckets[index].state[f"exp_avg_sq_{'row' if of_rows else 'col'}"][i]
             line = start + (0 if of_rows else each.count * each.height)
             here.append(torch.arange(line, line + each.count * mine))
-            positions.append((first + numbers(shard, self.factor)[:, None] * length + along[None, :]).flatten())
+            positions.append(first + shard.positions_along(along, average))
             per_matrix += [mine] * each.count
             in_all += [length] * count
             start, first = start + each.lines, first + count * length
@@ -271,29 +259,6 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.uploads.table(in_all, torch.int64),
             first,
         )
-
-
-def numbers(shard: Shard, factor: Factor | None) -> Tensor:
-    """Return the indices, in the whole tensor, of the shard's matrices, `[matrices]`."""
-    stop = len(shard.shape) - 2 if factor == "last_two" else 0
-    return _positions(shard, slice(0, stop)).flatten()
-
-
-def rows_of(shard: Shard, factor: Factor | None) -> Tensor:
-    """Return the indices, in a whole matrix, of the shard's rows, `[rows]`."""
-    axis = row_axis(shard, factor)
-    return _positions(shard, slice(axis, axis + 1))
-
-
-def columns_of(x: Tensor, shard: Shard, factor: Factor | None) -> Tensor:
-    """Return the indices, in a whole matrix, of the shard's columns, `[columns]`, in memory order."""
-    first = row_axis(shard, factor) + 1
-    order = sorted(range(first, x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
-    return _positions(shard, slice(first, x.dim())).permute([dim - first for dim in order]).flatten()
-
-
-def _positions(shard: Shard, dims: slice) -> Tensor:
-    return rounding.positions(shard.size[dims], shard.offset[dims], shard.shape[dims], torch.device("cpu"))
 
 
 def where(present: Tensor | None, values: Tensor) -> Tensor:

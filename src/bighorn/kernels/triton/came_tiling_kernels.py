@@ -58,12 +58,6 @@ def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def row_starts(start, i, shape, ROWS: tl.constexpr):
-    """Return the positions, in the tensor, of the first elements of a tile's rows from the `i`-th on."""
-    return start + (i + tl.arange(0, ROWS)) * shape[2]
-
-
-@triton.jit
 def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return the lines of a piece: whether they are rows, indices, mask, length, and the positions of partial sums."""
     height, width, matrices = (

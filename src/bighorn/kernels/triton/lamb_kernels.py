@@ -32,11 +32,14 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, 
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor_ptr = factors_ptr + index * layer.FACTOR
-    m_factor, root_eps, stride = corrections(common.count(row_ptr), option_ptr)
-    tl.store(factor_ptr + layout.M_FACTOR, m_factor)
-    tl.store(factor_ptr + layout.ROOT_EPS, root_eps)
-    tl.store(factor_ptr + layout.STRIDE, stride)
+    factor_ptr, t = factors_ptr + index * layer.FACTOR, common.count(row_ptr)
+    correction1 = common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED1), t)
+    root2 = tl.sqrt(common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED2), t))
+    corrects_lr = tl.load(option_ptr + layout.option.CORRECTS_LR) != 0
+    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + layout.option.EPS)
+    tl.store(factor_ptr + layout.M_FACTOR, tl.where(corrects_lr, 1.0, both))
+    tl.store(factor_ptr + layout.ROOT_EPS, tl.where(corrects_lr, eps, eps * root2))
+    tl.store(factor_ptr + layout.STRIDE, tl.where(corrects_lr, lr * both, lr))
 
 
 @triton.jit
@@ -102,20 +105,17 @@ def lamb_norms(
 
 @triton.jit
 def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
-    """Return the norm of u, and the trust ratio, which joins the stride."""
-    q = trust_ratio(weight_norm, update_norm, option_ptr)
-    tl.store(factor_ptr + layout.STRIDE, tl.load(factor_ptr + layout.STRIDE) * q)
-    return update_norm, q
+    """Return the norm of u, and the trust ratio, which joins the stride, as `trust_ratio` of the reference.
 
-
-@triton.jit
-def trust_ratio(weight_norm, update_norm, option_ptr):
-    """Return the `trust_ratio` of the reference; bounds that are not set are 0 and infinity, and a NaN remains NaN."""
+    Bounds that are not set are 0 and infinity, and a NaN remains NaN.
+    """
     weight_low, weight_high = option_ptr + layout.option.WEIGHT_LOW, option_ptr + layout.option.WEIGHT_HIGH
     q = bounded(weight_norm, weight_low, weight_high) / update_norm  # LAMB-q
     q = bounded(q, option_ptr + layout.option.RATIO_LOW, option_ptr + layout.option.RATIO_HIGH)
     one = (weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + layout.option.ADAPTS) == 0)
-    return tl.where(one, 1.0, q)
+    q = tl.where(one, 1.0, q)
+    tl.store(factor_ptr + layout.STRIDE, tl.load(factor_ptr + layout.STRIDE) * q)
+    return update_norm, q
 
 
 @triton.jit
@@ -175,20 +175,6 @@ def ratio(m, v, m_factor, root_eps, mode):
         return common.quotient(tl.where(is_zero, 2.0**-64, m), divisor) * tl.where(is_zero, m, 1.0)
     else:
         return common.quotient(m, divisor)
-
-
-@triton.jit
-def corrections(t, option_ptr):
-    """Return M_FACTOR, ROOT_EPS and STRIDE at step `t`, the last without a trust ratio."""
-    correction1 = common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED1), t)
-    root2 = tl.sqrt(common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED2), t))
-    corrects_lr = tl.load(option_ptr + layout.option.CORRECTS_LR) != 0
-    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + layout.option.EPS)
-    return (
-        tl.where(corrects_lr, 1.0, both),
-        tl.where(corrects_lr, eps, eps * root2),
-        tl.where(corrects_lr, lr * both, lr),
-    )
 
 
 @triton.jit

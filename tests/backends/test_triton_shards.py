@@ -145,6 +145,7 @@ LAYOUTS: dict[str, tuple[Factor | None, tuple[Shape, ...], list[Cuts]]] = {
     "matrices": ("last_two", ((5, 7, 6), (2, 3, 30)), [{0: [2]}, {0: [1]}]),
     "rows-of-matrices": ("last_two", ((3, 9, 6), (2, 4, 5, 3)), [{1: [4]}, {2: [3]}]),
     "all-of-matrices": ("last_two", ((4, 9, 6),), [{0: [3], 1: [4], 2: [5]}]),
+    "none-first": ("matrix", ((6, 5), (7, 4)), [{1: [0]}, {0: [0]}]),
     "of-two-kinds": ("matrix", ((8, 9), (7, 5)), [{0: [3]}, {1: [2]}]),
     "unfactored": (None, ((9000,), (3,)), [{0: [100]}, {0: [3]}]),
     "unfactored-matrices": (None, ((3, 4), (5, 3, 2)), [{1: [1]}, {2: [1]}]),

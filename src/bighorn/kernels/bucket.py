@@ -86,8 +86,11 @@ class Shard:
         return not self.split.isdisjoint(dims)
 
     def leads(self, dims: Iterable[int]) -> bool:
-        """Whether the box begins at index 0 of these dims: of boxes that differ only along them, exactly one does."""
-        return all(self.offset[dim] == 0 for dim in dims)
+        """Whether the box begins at index 0 of these dims: of boxes that differ only along them, exactly one does.
+
+        An empty box may be at index 0 as well as the one after it, and does not count.
+        """
+        return 0 not in self.size and all(self.offset[dim] == 0 for dim in dims)
 
     def led(self, average: Tensor, over: Iterable[int]) -> Tensor:
         """Return an average over some dims (kept, as 1) that several shards keep, with zeros on all of them but one."""

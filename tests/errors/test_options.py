@@ -360,11 +360,6 @@ def test_an_option_of_others_whose_off_means_something_else_is_refused(off: dict
         Lamb.like("apex", weights(), **off)
 
 
-def test_a_preset_of_another_optimizer_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("name='nvlamb' is a preset of Lamb: use Lamb.like('nvlamb', ...)")):
-        Lars.like("nvlamb", weights())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(("preset", "argument"), [(p.name, p.argument) for p in PRESETS if p.argument])
 @pytest.mark.parametrize("value", [True, False])
 def test_the_argument_of_a_preset_is_refused_beside_it(preset: Any, argument: str, value: bool) -> None:

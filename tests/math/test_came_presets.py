@@ -245,7 +245,7 @@ def test_overrides_win_and_a_subclass_gives_itself() -> None:
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"name='sanna' is not known: use 'came-pytorch', .*did you mean 'sana'\?"):
         Came.like("sanna", [Parameter(torch.ones(2))], lr=0.1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="name='timm' is not known"):
+    with pytest.raises(ValueError, match=r"name='timm' is a preset of Lamb: use Lamb.like\('timm', ...\)"):
         Came.like("timm", [Parameter(torch.ones(2))], lr=0.1)  # type: ignore[arg-type]
 
 

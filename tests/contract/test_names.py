@@ -174,6 +174,11 @@ def test_a_model_that_is_all_one_module(wrapped: bool, kind: Kind) -> None:
     assert names_of(kind(net.named_parameters(), lr=0.1)) == ["weight", "bias"]
 
 
+def test_names_in_a_view_of_a_dict_are_those_in_a_list(kind: Kind) -> None:
+    params = {f"module.{name}": param for name, param in model().named_parameters()}
+    assert names_of(kind([{"params": params.items()}], lr=0.1)) == NAMES
+
+
 def test_prefixes() -> None:
     assert common_prefix([]) == common_prefix(["module"]) == ""
     assert common_prefix(["module.module.a", "module.module.b.c"]) == "module.module."

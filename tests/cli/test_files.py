@@ -129,6 +129,16 @@ def test_a_checkpoint_is_no_pipe(tmp_path: Path, invoke: Invoke) -> None:
     assert "--save pipe is a pipe. Give the name of a file" in output
 
 
+def test_a_checkpoint_below_a_file_or_behind_a_loop_names_its_option(tmp_path: Path, invoke: Invoke) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("file/run.pt", "loop"):
+        for command, option in (("train", "--save"), ("compare", "--study")):
+            output = invoke(command, option, path, code=1).output
+            assert f"{option} {path} cannot be written: " in output
+            assert "Choose another place." in output
+
+
 def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
     """It may be a misspelt one."""
     made = "--save: made the folder rnus/deep"

@@ -307,6 +307,7 @@ def test_no_parameters() -> None:
         ({"learning_rate": 0.1}, ValueError, "^group 1: unknown key 'learning_rate'"),
         ({"weight_decy": 0.1}, ValueError, "^group 1: unknown key 'weight_decy' .did you mean 'weight_decay'"),
         ({"betas": (0.9, 0.99)}, ValueError, "^group 1: unknown key 'betas'"),
+        ({"schedule_step": 3}, ValueError, "^group 1: unknown key 'schedule_step'"),
         ({"lr": "fast"}, TypeError, "^group 1: lr must be"),
         ({"lr": -0.1}, ValueError, r"^group 1: lr=-0\.1"),
         ({"weight_decay": [0.1]}, TypeError, "^group 1: weight_decay must be"),

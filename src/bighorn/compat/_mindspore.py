@@ -81,6 +81,7 @@ class MindSporeOptimizer(Optimizer):
 
     if TYPE_CHECKING:  # our optimizer has them
         _scheduled: list[dict[str, Any]]
+        _is_share: bool
 
         def in_order(self) -> list[Tensor]: ...
 
@@ -107,8 +108,8 @@ class MindSporeOptimizer(Optimizer):
             param_group: A group, as in `params` of the constructor.
         """
         with about(f"group {len(self.param_groups)}"):
-            ours = "schedule_step" in param_group  # `on_ranks` gives complete groups
-            super().add_param_group(param_group if ours else _converted(param_group, self.MOST_DECAY))
+            # The groups of a rank's share are complete ones of ours.
+            super().add_param_group(param_group if self._is_share else _converted(param_group, self.MOST_DECAY))
 
     def _step_with(self, gradients: object) -> int:
         """Step with these gradients instead of those in `.grad`, and return the number of parameters."""

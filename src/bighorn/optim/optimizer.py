@@ -101,6 +101,8 @@ class KernelOptimizer(Reports):
     """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
     """The prefix of wrappers that groups remove from every parameter's name; None if parameters have no names."""
+    _is_share: bool = False
+    """Whether the optimizer holds one rank's share of a model, as `on_ranks` returns it."""
     _agreed: bool = False
     """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
     _last: tuple[StepPlan, ...] = ()
@@ -121,6 +123,7 @@ class KernelOptimizer(Reports):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
         self._settings = Settings.of(arguments)
         self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
+        self._is_share = partial
         self._forget()
         params, ordered = param_groups.split_order(params)
         params = param_groups.in_lists(params)

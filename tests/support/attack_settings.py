@@ -12,7 +12,7 @@ SEED = int(os.environ.get("ATTACK_SEED", "0"))
 """`make test` keeps the default; `make attack` counts up from its own."""
 
 SHARE = 1 if "ATTACK_SEED" in os.environ else 3
-"""`make test` makes a third of the tries: with the same seed in each run, they find what a change has broken alone."""
+"""`make test` makes a third of the tries: with the same seed in each run, they only find what a change has broken."""
 
 Attack = TypeVar("Attack", bound=Callable[..., Any])
 

@@ -130,7 +130,7 @@ class Display:
 
     def _metric(self) -> str:
         """Return the lowest, the median and the highest value of the layers."""
-        if self.run.metric is None or not self.run.metric.numel():
+        if self.run.metric is None:
             return ""
         ordered = self.run.metric.sort().values.tolist()
         return "/".join(short(value) for value in (ordered[0], ordered[len(ordered) // 2], ordered[-1]))

@@ -188,7 +188,8 @@ class Run:
             each.name: [found[name][each.name] if name in found else math.nan for name in layers]
             for each in self.metrics
         }
-        self.metric = torch.tensor([value for value in rows[self.metrics[0].name] if not math.isnan(value)])
+        present = [value for value in rows[self.metrics[0].name] if not math.isnan(value)]
+        self.metric = torch.tensor(present) if present else None
         history.layers = layers
         if self._heat_map_due:
             history.metric_steps.append(self.step)

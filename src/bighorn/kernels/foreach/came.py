@@ -106,7 +106,8 @@ class Batch:
         self.grad_scale = -grad_scale if o.maximize else grad_scale
         self.t = torch.stack([bucket.steps[i] for i in self.rows]).to(wide(self.device)) + 1
         arrays = self.arrays(self.g.whole)
-        self.axes = [row_axis(array.dim() - 1, o.factor) - array.dim() + 1 if o.factor else -1 for array in arrays]
+        dims = [array.dim() - 1 for array in arrays]
+        self.axes = [row_axis(count, o.factor) - count if o.factor else -1 for count in dims]
         self.in_blocks = "exp_avg_scale" in bucket.state
         self.pieces: list[Index] = [(ALL,)]
         if len(arrays) == 1:  # Quantization blocks are not divided, since they run along a row.

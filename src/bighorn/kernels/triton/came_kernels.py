@@ -52,7 +52,7 @@ def came_squares(
         square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, VECTOR, WIDE, TILE_BLOCK)
     else:
         square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, 1, WIDE, 2 * layout.FEW)
-    if KNOWN == "":  # noqa: SIM102
+    if KNOWN == "":  # noqa: SIM102 - known when the kernel is compiled, unlike the next condition
         if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
             squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
             tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)

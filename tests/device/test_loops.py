@@ -21,7 +21,7 @@ from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lam
 from bighorn_launcher.commands import bighorn
 from tests.device import stand_in
 from tests.device.moved import on_host
-from tests.device.stand_in import STAND_IN
+from tests.device.stand_in import MODES, STAND_IN
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import figures
 from tests.support.processes import group_of_one
@@ -414,7 +414,9 @@ def test_doctor_says_what_there_is() -> None:
     assert "npu" in ran.output, f"no row of npu: {ran.output}"
 
 
-@pytest.mark.parametrize("mode", ["no float64"], indirect=True)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != "no float64")) for mode in MODES], indirect=True
+)
 def test_the_command_line_trains_and_resumes() -> None:
     """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
     with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,14 @@ def reports(mode: str) -> list[dict[str, str]]:
         return [json.loads((Path(folder) / f"report-{rank}").read_text()) for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize(("device", "scenario"), [(mode, name) for mode in MODES[:2] for name in scenarios(mode)])
+@pytest.mark.parametrize(
+    ("device", "scenario"),
+    [
+        pytest.param(mode, name, marks=[pytest.mark.slow] * (mode == MODES[2]))
+        for mode in MODES
+        for name in scenarios(mode)
+    ],
+)
 def test_ranks_are_one_process(device: str, scenario: str) -> None:
     for rank, report in enumerate(reports(device)):
         assert not report[scenario], f"rank {rank}: {report[scenario]}"

@@ -16,7 +16,7 @@ from bighorn.compat import mindspore, npu_bridge
 from tests.support.tables import for_every
 
 SIGNATURES = {
-    npu_bridge.FixedLossScaleManager: "(loss_scale)",
+    npu_bridge.FixedLossScaleManager: "(loss_scale, enable_overflow_check=True)",
     npu_bridge.ExponentialUpdateLossScaleManager: (
         "(init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2, decr_ratio=0.8)"
     ),
@@ -90,6 +90,7 @@ BAD: dict[str, Bad] = {
     "npu-fixed-0": (lambda: npu_bridge.FixedLossScaleManager(0), ValueError, "^loss_scale=0 .*at least 1"),
     "npu-fixed-nan": (lambda: npu_bridge.FixedLossScaleManager(math.nan), ValueError, "^loss_scale=nan"),
     "npu-fixed-none": (lambda: npu_bridge.FixedLossScaleManager(None), TypeError, "^loss_scale must be a number"),  # type: ignore[arg-type]
+    "npu-check": (lambda: npu_bridge.FixedLossScaleManager(8.0, 1), TypeError, "^enable_overflow_check"),  # type: ignore[arg-type]
     **{
         f"npu-{argument}": (
             lambda arguments={**good, argument: value}: npu_bridge.ExponentialUpdateLossScaleManager(**arguments),  # type: ignore[misc]
@@ -150,3 +151,4 @@ def test_a_scaler_of_a_manager() -> None:
         stepped.loss_scaler()
     assert stepped.policy == ExponentialScale(8.0, 2.0, 0.8, 5, 2)
     assert not mindspore.FixedLossScaleManager(8.0, False).loss_scaler().skip_on_overflow
+    assert not npu_bridge.FixedLossScaleManager(8.0, False).loss_scaler().skip_on_overflow

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 from bighorn.compat.npu_bridge import FixedLossScaleManager, NPULossScaleOptimizer, NPUOptimizer
 from tests.support import overlap_worker
+from tests.support.tables import for_every
 
 LAMB: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
@@ -135,3 +139,186 @@ def test_tailing_without_distributed_warns_and_does_nothing() -> None:
         optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), is_tailing_optimization=True, name="alone")
     assert optimizer.name == "alone"
     optimizer.minimize(overlap_worker.loss(model, sample(0)))
+
+
+# ---- compute_gradients and apply_gradients ---------------------------------------------------------------------------
+
+
+def scaled(opt: torch.optim.Optimizer, scale: float = 64.0, check: bool = True) -> NPUOptimizer:
+    return NPULossScaleOptimizer(opt, FixedLossScaleManager(scale, check))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_a_clip_between_the_halves_sees_unscaled_gradients(nested: bool, scale: float | None) -> None:
+    plain, model = overlap_worker.network(), overlap_worker.network()
+    reference = Lamb(plain.parameters(), **LAMB)
+    inner: torch.optim.Optimizer = Lamb(model.parameters(), **LAMB)
+    inner = NPUOptimizer(inner) if nested else inner
+    optimizer = NPUOptimizer(inner) if scale is None else scaled(inner, scale)
+    assert isinstance(optimizer.opt, Lamb)
+    steps = torch.tensor(0)
+    for step in range(4):
+        overlap_worker.backward(overlap_worker.loss(plain, sample(step)))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        reference.step()
+        reference.zero_grad()
+        pairs = optimizer.compute_gradients(overlap_worker.loss(model, sample(step)))
+        grads = [grad for grad, _ in pairs if grad is not None]
+        ratio = min(1.0, 0.05 / (torch.nn.utils.get_total_norm(grads).item() + 1e-6))
+        assert ratio < 1
+        optimizer.apply_gradients([(grad * ratio, var) for grad, var in pairs if grad is not None], steps)
+    assert steps == 4
+    overlap_worker.assert_same(model, plain)
+
+
+def test_var_list_is_all_that_gets_gradients() -> None:
+    model, frozen = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = scaled(torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.bias.detach().clone()
+    value = frozen(model(torch.ones(1, 2))).sum()
+    [(grad, var)] = optimizer.compute_gradients(value, [model.weight])
+    assert var is model.weight
+    assert model.bias.grad is None
+    assert all(param.grad is None for param in frozen.parameters())
+    assert grad is not None
+    expected = model.weight.detach() - grad
+    optimizer.apply_gradients([(grad, var)])
+    assert model.weight.equal(expected)
+    assert model.bias.equal(before)
+    optimizer.minimize(frozen(model(torch.ones(1, 2))).sum(), var_list=[model.bias])
+    assert model.weight.equal(expected)
+    assert not model.bias.equal(before)
+    unused = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [unused]})
+    assert optimizer.compute_gradients(model(torch.ones(1, 2)).sum(), [unused]) == [(None, unused)]
+
+
+def test_gradients_of_ones_own_are_not_scaled() -> None:
+    """As tf.gradients and apply_gradients: only compute_gradients scales."""
+    param = nn.Parameter(torch.ones(2))
+    optimizer = scaled(torch.optim.SGD([param], lr=0.5))
+    for _ in range(2):
+        optimizer.apply_gradients(zip(torch.autograd.grad(param.square().sum(), [param]), [param], strict=True))
+    assert param.tolist() == [0.0, 0.0]
+    optimizer.apply_gradients([(torch.tensor([torch.inf, 1.0]), param)])
+    assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_an_overflow_that_a_clip_hides_is_skipped_unless_it_is_not_checked(check: bool) -> None:
+    param = nn.Parameter(torch.ones(2))
+    manager = FixedLossScaleManager(64.0, enable_overflow_check=check)
+    assert manager.get_enable_overflow_check() is check
+    optimizer = NPULossScaleOptimizer(torch.optim.SGD([param], lr=0.5), manager)
+    steps = torch.tensor(0)
+    [(grad, _)] = optimizer.compute_gradients((param * torch.inf).sum())
+    assert grad is not None
+    optimizer.apply_gradients([(grad.clamp(-1, 1), param)], steps)
+    assert param.tolist() == ([1.0, 1.0] if check else [0.5, 0.5])
+    assert steps == (0 if check else 1)
+
+
+def test_two_sets_of_gradients_for_one_scale() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = scaled(torch.optim.SGD([param], lr=0.5))
+    optimizer.compute_gradients((param * torch.inf).sum())
+    with pytest.raises(RuntimeError, match=r"call apply_gradients\(\) between.*zero_grad\(\) to drop"):
+        optimizer.compute_gradients(param.sum())
+    optimizer.zero_grad()
+    optimizer.apply_gradients(optimizer.compute_gradients(param.sum()))
+    assert param.tolist() == [0.5, 0.5]
+
+
+@for_every(
+    ("pairs", "error", "words"),
+    [
+        (lambda p: [(p, nn.Parameter(torch.ones(2)))], ValueError, r"\[0\]\[1\] is a tensor of shape \(2,\).*no param"),
+        (lambda p: [(None, p), (p.detach(), p)], ValueError, r"\[1\] is the second pair of its parameter"),
+        (lambda p: [(torch.ones(1), p)], ValueError, r"shape \(1,\) for a parameter of shape \(2,\)"),
+        (lambda p: [(None, p)], ValueError, "has no gradient"),
+        (lambda p: [p.detach()], TypeError, r"grads_and_vars\[0\] must be a pair"),
+    ],
+)
+def test_pairs_that_are_refused(pairs: Callable[[Any], Any], error: type[Exception], words: str) -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = NPUOptimizer(torch.optim.SGD([param]))
+    with pytest.raises(error, match=words):
+        optimizer.apply_gradients(pairs(param))
+    assert param.tolist() == [1.0, 1.0]
+    assert param.grad is None
+    with pytest.raises(ValueError, match=r"var_list\[1\] is str, and no parameter"):
+        optimizer.compute_gradients(param.sum(), [param, "w"])  # type: ignore[list-item]
+
+
+def test_slots() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    lamb = Lamb([param])
+    optimizer = scaled(NPUOptimizer(lamb))
+    assert optimizer.get_slot_names() == []
+    assert optimizer.get_slot(param, "m") is None
+    optimizer.minimize(param.sum())
+    assert optimizer.get_slot_names() == ["exp_avg", "exp_avg_sq"]
+    for name, ours in (("m", "exp_avg"), ("v", "exp_avg_sq"), ("exp_avg", "exp_avg")):
+        assert optimizer.get_slot(param, name) is lamb.state[param][ours]
+    assert optimizer.get_slot(param, "momentum") is None
+    with pytest.raises(ValueError, match="var is a tensor"):
+        optimizer.get_slot(torch.ones(2, 3), "m")
+    factored = NPUOptimizer(Came([param], lr=0.1))
+    factored.minimize(param.sum())
+    assert "exp_avg" in factored.get_slot_names()
+
+
+def test_two_that_cannot_be_one() -> None:
+    param = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="opt scales the loss already"):
+        scaled(scaled(torch.optim.SGD([param])))
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "StepLR": lambda optimizer: StepLR(optimizer, 2, 0.5),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("scale", [None, 64.0])
+def test_torchs_schedulers(name: str, scale: float | None) -> None:
+    """The first step overflows if the loss is scaled; no scheduler warns that the optimizer was not stepped."""
+    plain, model = overlap_worker.network(), overlap_worker.network()
+    reference = Lamb(plain.parameters(), **LAMB)
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB))
+    optimizer = optimizer if scale is None else scaled(optimizer, scale)
+    schedules = [SCHEDULERS[name](reference), SCHEDULERS[name](optimizer)]
+    for step in range(5):
+        if step or scale is None:
+            overlap_worker.backward(overlap_worker.loss(plain, sample(step)))
+        reference.step()
+        reference.zero_grad()
+        bad = 1.0 if step or scale is None else torch.inf
+        optimizer.minimize(overlap_worker.loss(model, sample(step)) * bad)
+        for schedule in schedules:
+            schedule.step()
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
+    overlap_worker.assert_same(model, plain)
+    twin = copy.deepcopy(optimizer)
+    assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert twin.opt is not optimizer.opt
+
+
+def test_hooks_and_groups_are_those_of_the_optimizer() -> None:
+    param = nn.Parameter(torch.ones(2))
+    lamb = Lamb([param])
+    optimizer = NPUOptimizer(lamb)
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: calls.append(opt))
+    optimizer.register_step_post_hook(lambda opt, *_: calls.append(opt))
+    optimizer.minimize(param.sum())
+    assert calls == [lamb, lamb]
+    assert optimizer.state is lamb.state
+    assert optimizer.defaults is lamb.defaults
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3
+    with pytest.raises(RuntimeError, match="no closure"):
+        scaled(optimizer).step(lambda: torch.tensor(3.0))

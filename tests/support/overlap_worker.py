@@ -22,6 +22,7 @@ from bighorn import Lamb, LossScaler, TailOverlap, WindowScale
 from bighorn.compat.npu_bridge import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
+    NPUDistributedOptimizer,
     NPULossScaleOptimizer,
     NPUOptimizer,
 )
@@ -425,6 +426,33 @@ def npu_optimizer() -> None:
             assert first.get_loss_scale() == second.get_loss_scale() == third.get_loss_scale()
 
 
+def npu_clip() -> None:
+    """With a clip between the halves of a step, nested wrappers on all ranks equal torch in one process."""
+    for tailing in (False, True):
+        inner, alone = network(), network()
+        ddp, reference = distributed(inner), Lamb(alone.parameters(), **LAMB)
+        manager, lamb = FixedLossScaleManager(64.0), Lamb(inner.parameters(), **LAMB)
+        if tailing:
+            optimizer = NPUOptimizer(lamb, manager, True, True, True, model=ddp)
+        else:
+            optimizer = NPULossScaleOptimizer(NPUDistributedOptimizer(lamb, model=ddp), manager, is_distributed=True)
+        for step in range(STEPS):
+            bad = step == 3
+            pairs = optimizer.compute_gradients(
+                loss(ddp, mine(batch(step))) * (torch.inf if bad and dist.get_rank() == 0 else 1.0)
+            )
+            torch.nn.utils.clip_grad_norm_([var for _, var in pairs], 0.01)  # .grad is the same tensor
+            optimizer.apply_gradients(pairs)
+            if not bad:
+                backward(loss(alone, batch(step)))
+                torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01)
+                reference.step()
+                reference.zero_grad()
+        assert_same(inner, alone)
+        with raises(ValueError, "is_tailing_optimization") if tailing else contextlib.nullcontext():
+            NPUOptimizer(optimizer)
+
+
 def hooks() -> None:
     """A hook runs once per step, not once per bucket, and a read before the step returns the average."""
     inner = network()
@@ -465,6 +493,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "loss-scaler-lamb": lambda: scaled(lambda model: Lamb(model.parameters(), **LAMB), bighorn_scaler),
     "loss-scaler-adamw": lambda: scaled(lambda model: AdamW(model.parameters(), lr=0.01), bighorn_scaler),
     "npu-optimizer": npu_optimizer,
+    "npu-clip": npu_clip,
     "unscaled-on-the-wire": unscaled_on_the_wire,
     "half-average": half_average,
 }

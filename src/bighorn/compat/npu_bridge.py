@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils.hooks import RemovableHandle
 
-from bighorn import ExponentialScale, FixedScale, Lamb, TailOverlap, shard_update
+from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, TailOverlap, shard_update
 from bighorn.arguments import beta, flag, knows_its_keywords
 from bighorn.compat._loss_scale import LossScaleManager
 
@@ -97,14 +99,24 @@ class FixedLossScaleManager(_Manager):
 
     Args:
         loss_scale: The scale, at least 1.
+        enable_overflow_check: Whether a step whose gradients are not finite is skipped. Default: True.
 
     Raises:
-        TypeError: `loss_scale` is not a number.
+        TypeError: `loss_scale` is not a number, or `enable_overflow_check` is neither True nor False.
         ValueError: `loss_scale` is below 1.
     """
 
-    def __init__(self, loss_scale: float) -> None:
+    def __init__(self, loss_scale: float, enable_overflow_check: bool = True) -> None:
+        self._enable_overflow_check = flag("enable_overflow_check", enable_overflow_check)
         super().__init__(FixedScale, init_scale=("loss_scale", loss_scale))
+
+    def get_enable_overflow_check(self) -> bool:
+        """Return whether a step whose gradients are not finite is skipped."""
+        return self._enable_overflow_check
+
+    def loss_scaler(self, **options: Any) -> LossScaler:
+        """Return a LossScaler with the scale and the skipping of this manager, as `LossScaleManager.loss_scaler`."""
+        return super().loss_scaler(**{"skip_on_overflow": self._enable_overflow_check, **options})
 
 
 class ExponentialUpdateLossScaleManager(_Manager):
@@ -148,15 +160,21 @@ class ExponentialUpdateLossScaleManager(_Manager):
         )
 
 
+TENSORFLOW_SLOTS = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
+"""TensorFlow's name of a slot, and torch's name of the same state."""
+
+
 @knows_its_keywords
-class NPUOptimizer:
+class NPUOptimizer(Optimizer):
     """npu_bridge's NPUOptimizer: loss scaling, data-parallel training and tailing optimisation for an optimizer.
 
     TensorFlow's optimizers own the gradients, but torch's do not. Therefore the model is a DistributedDataParallel,
-    which reduces them, and `minimize(loss)` is one step of a training loop.
+    which averages them over ranks. `minimize(loss)` is one step of a training loop; `compute_gradients` and
+    `apply_gradients` are its halves, between which you may change gradients. torch's schedulers accept this class.
 
     Args:
-        opt: Any torch optimizer; for the tailing optimisation, one that TailOverlap supports.
+        opt: Any torch optimizer; for the tailing optimisation, one that TailOverlap supports. Another NPUOptimizer adds
+            its data-parallel part and its scaling to this one's.
         loss_scale_manager: The manager of the loss scale: a FixedLossScaleManager or ExponentialUpdateLossScaleManager.
             Default: None.
         is_distributed: Whether all ranks train the model together. Default: False.
@@ -165,13 +183,14 @@ class NPUOptimizer:
             `bighorn.TailOverlap`. Without `is_distributed` it has no effect, and warns. Default: False.
         name: The name, which is kept as an attribute. Default: None.
         model: The DistributedDataParallel, for `is_distributed`; `gradient_as_bucket_view=True` for the tailing
-            optimisation. npu_bridge has no such argument. Default: None.
+            optimisation. npu_bridge has no such argument. Default: None, which is the model of `opt`, if it has one.
 
     Raises:
         TypeError: `opt` is not a torch optimizer, `loss_scale_manager` is not a manager, or a flag is neither True nor
             False.
         ValueError: `is_loss_scale` without a manager, a manager without `is_loss_scale`, `is_distributed` without a
-            `model` that is a DistributedDataParallel; or arguments that TailOverlap does not support.
+            `model` that is a DistributedDataParallel; an `opt` that has a manager too, or tailing optimisation; or
+            arguments that TailOverlap does not support.
 
     Example:
         >>> import torch
@@ -180,6 +199,8 @@ class NPUOptimizer:
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = NPUOptimizer(Lamb(model.parameters(), lr=0.01), FixedLossScaleManager(128), is_loss_scale=True)
         >>> optimizer.minimize(model(torch.ones(4, 3)).square().mean())
+        >>> grads_and_vars = optimizer.compute_gradients(model(torch.ones(4, 3)).square().mean())
+        >>> optimizer.apply_gradients([(grad.clamp(-1, 1), var) for grad, var in grads_and_vars])
     """
 
     def __init__(
@@ -208,10 +229,16 @@ class NPUOptimizer:
                 "loss_scale_manager must be a FixedLossScaleManager or an ExponentialUpdateLossScaleManager, not "
                 f"{type(loss_scale_manager).__name__}"
             )
+        scaler = None
+        if isinstance(opt, NPUOptimizer):
+            _check_inner(opt, is_loss_scale)
+            if model is None and opt.model is not None:
+                is_distributed, model = True, opt.model
+            scaler, opt = opt.scaler, opt.opt
         if is_distributed != isinstance(model, DistributedDataParallel):
             raise ValueError(
-                f"is_distributed={is_distributed} with a model of type {type(model).__name__}: gradients are summed by "
-                "a DistributedDataParallel; pass it as model, together with is_distributed=True"
+                f"is_distributed={is_distributed} with a model of type {type(model).__name__}: gradients are averaged "
+                "by a DistributedDataParallel; pass it as model, together with is_distributed=True"
             )
         if is_tailing_optimization and not is_distributed:
             warnings.warn(
@@ -219,51 +246,234 @@ class NPUOptimizer:
                 "is_distributed=True and the DistributedDataParallel as model, or leave it out",
                 stacklevel=3,
             )
-        self.opt, self.name = opt, name
-        self.scaler = None if loss_scale_manager is None else loss_scale_manager.loss_scaler()
+        # torch's constructor is not called, since the groups and the state are those of `opt`.
+        self.opt: Optimizer = opt
+        self.name: str | None = name
+        self.model: DistributedDataParallel | None = model
+        self.scaler: LossScaler | None = scaler if loss_scale_manager is None else loss_scale_manager.loss_scaler()
         self.overlap = (
             TailOverlap(model, opt, scaler=self.scaler) if is_tailing_optimization and model is not None else None
         )
+        self._found_inf: list[Tensor] = []
+
+    # ---- attributes and methods of torch's optimizers ---------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the optimizer."""
         return self.opt.param_groups
 
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer; that of this rank's tensors if the update is sharded."""
+        return getattr(self.opt, "optim", self.opt).state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer, which some of torch's schedulers read."""
+        return self.opt.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the optimizer.
+
+        Args:
+            param_group: As for the optimizer.
+        """
+        self.opt.add_param_group(param_group)
+
+    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
+        """Register a hook of the optimizer, which runs before its step."""
+        return self.opt.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        """Register a hook of the optimizer, which runs after its step."""
+        return self.opt.register_step_post_hook(hook)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, which `minimize` does after each step.
+        """Reset the gradients, which `minimize` and `apply_gradients` do after each step.
 
         Args:
             set_to_none: As for torch's optimizers. Default: True.
         """
-        self.opt.zero_grad(set_to_none)
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.pop(id(self.opt), None)
+        (self.opt if self.overlap is None else self.overlap).zero_grad(set_to_none)
 
-    def minimize(self, loss: Tensor, global_step: Tensor | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        """Step with the gradients of the scaled loss, which are in `.grad`, and update the scale.
+
+        Args:
+            closure: As for the optimizer; None if the loss is scaled, or with the tailing optimisation. Default: None.
+
+        Returns:
+            The loss that the closure returned, or None.
+
+        Raises:
+            RuntimeError: A closure where the loss is scaled.
+            ValueError: A closure with the tailing optimisation.
+        """
+        loss = None
+        if self.overlap is not None:
+            self.overlap.step(closure)
+        elif self.scaler is not None:
+            self.scaler.step(self.opt, closure)
+        else:
+            loss = self.opt.step(closure)
+        if self.scaler is not None:
+            states = self.scaler._per_optimizer_states.values()
+            self._found_inf = [found for state in states for found in state["found_inf_per_device"].values()]
+            self.scaler.update()
+        return loss
+
+    # ---- methods of TensorFlow's optimizers -------------------------------------------------------------------------
+
+    def minimize(
+        self, loss: Tensor, global_step: Tensor | None = None, var_list: Iterable[Tensor] | None = None
+    ) -> None:
         """Take one step: compute the gradients of the scaled loss, and apply them.
 
         Args:
             loss: A scalar.
             global_step: A tensor of int32 or int64 that counts the steps; one with an overflow does not count. Default:
                 None.
+            var_list: The parameters to step. Default: None, which is all of them.
 
         Raises:
             TypeError: `global_step` is something else.
+            ValueError: As for `compute_gradients`.
         """
-        if global_step is not None and str(getattr(global_step, "dtype", "")) not in ("torch.int32", "torch.int64"):
-            raise TypeError(f"global_step must be a tensor of integers, as torch.tensor(0), not {global_step!r}")
+        _check_global_step(global_step)
+        if var_list is not None:
+            self.apply_gradients(self.compute_gradients(loss, var_list), global_step)
+            return
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        self._step_and_count(global_step)
+
+    def compute_gradients(
+        self, loss: Tensor, var_list: Iterable[Tensor] | None = None
+    ) -> list[tuple[Tensor | None, Tensor]]:
+        """Return the gradients of the loss: the averages over ranks, not scaled. Earlier gradients are reset.
+
+        Where the loss is scaled, an overflow is kept for `apply_gradients`, which follows each call of this method.
+
+        Args:
+            loss: A scalar, which is not scaled.
+            var_list: Parameters of the optimizer. Without a DistributedDataParallel, no other tensor gets a gradient.
+                Default: None, which is all of them.
+
+        Returns:
+            (gradient, parameter) for each of `var_list`; the gradient is the tensor in `.grad`, or None if the loss
+            does not depend on the parameter.
+
+        Raises:
+            RuntimeError: The loss is scaled, and the gradients before were not applied.
+            ValueError: `var_list` has a tensor that is not a parameter of the optimizer; or the loss is scaled, and a
+                gradient is float16, for which `minimize` is.
+
+        Source: tf.compat.v1.train.Optimizer.
+
+        Example:
+            >>> import torch
+            >>> param = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = NPUOptimizer(torch.optim.SGD([param]), FixedLossScaleManager(128), is_loss_scale=True)
+            >>> [(grad, var)] = optimizer.compute_gradients(param.sum())
+            >>> grad
+            tensor([1., 1.])
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        chosen = params if var_list is None else list(var_list)
+        for i, param in enumerate(chosen):
+            _check_param(f"var_list[{i}]", param, params)
+        if self._is_unscaled():
+            raise RuntimeError(
+                "compute_gradients() was called twice, but a scaled loss has one set of gradients for each step: call "
+                "apply_gradients() between the two, or zero_grad() to drop the first, or add up the losses"
+            )
+        self.zero_grad()
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        # A DistributedDataParallel averages gradients when all of them are there.
+        scaled.backward(inputs=chosen if self.model is None else None)  # type: ignore[no-untyped-call]
         if self.overlap is not None:
-            self.overlap.step()
-        elif self.scaler is not None:
-            self.scaler.step(self.opt)
-        else:
-            self.opt.step()
-        if global_step is not None:
-            states = () if self.scaler is None else self.scaler._per_optimizer_states.values()
-            global_step += not any(found for state in states for found in state["found_inf_per_device"].values())
+            self.overlap.synchronize()
         if self.scaler is not None:
-            self.scaler.update()
-        self.opt.zero_grad()
+            self.scaler.unscale_(self.opt)
+        return [(param.grad, param) for param in chosen]
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Tensor | None, Tensor]], global_step: Tensor | None = None
+    ) -> None:
+        """Step with these gradients, and reset them.
+
+        Where the loss is scaled, the step is skipped if a gradient was not finite when `compute_gradients` returned it;
+        without that call, if one of these is not.
+
+        Args:
+            grads_and_vars: (gradient, parameter) for the parameters to step; a gradient is not scaled. None for a
+                parameter that is not stepped.
+            global_step: As for `minimize`. Default: None.
+
+        Raises:
+            TypeError: `grads_and_vars` are not pairs, or `global_step` is something else.
+            ValueError: There is no gradient, or a tensor is not a parameter of the optimizer, or there twice, or has
+                another shape than its gradient.
+
+        Source: tf.compat.v1.train.Optimizer.
+        """
+        _check_global_step(global_step)
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = _checked_pairs(grads_and_vars, params)
+        for param in params:
+            param.grad = grads.get(param)
+        if self.scaler is not None and not self._is_unscaled():
+            self.scaler.scale(next(iter(grads.values())).new_zeros(()))  # the first call sets the scale up
+            self.scaler._check_inf_per_device(self.opt)
+            self.scaler._per_optimizer_states[id(self.opt)]["stage"] = OptState.UNSCALED
+        self._step_and_count(global_step)
+
+    def get_slot(self, var: Tensor, name: str) -> Tensor | None:
+        """Return a tensor of a parameter's state, as it is stored; None if there is none, as before the first step.
+
+        Args:
+            var: A parameter of the optimizer.
+            name: The name of the state, or TensorFlow's for it: "m", "v" or "momentum".
+
+        Raises:
+            ValueError: `var` is not a parameter of the optimizer.
+
+        Source: tf.compat.v1.train.Optimizer.
+        """
+        _check_param("var", var, [param for group in self.param_groups for param in group["params"]])
+        state = self.state.get(var, {})
+        slot: Tensor | None = state.get(name, state.get(TENSORFLOW_SLOTS.get(name)))
+        return slot
+
+    def get_slot_names(self) -> list[str]:
+        """Return the sorted names of the tensors of a parameter's state, without its step count."""
+        states = self.state.values()
+        return sorted(
+            {name for state in states for name, value in state.items() if isinstance(value, Tensor)} - {"step"}
+        )
+
+    def _is_unscaled(self) -> bool:
+        """Whether `compute_gradients` has unscaled gradients that were not applied."""
+        if self.scaler is None or id(self.opt) not in self.scaler._per_optimizer_states:
+            return False
+        return self.scaler._per_optimizer_states[id(self.opt)]["stage"] is OptState.UNSCALED
+
+    def _step_and_count(self, global_step: Tensor | None) -> None:
+        self.step()
+        if global_step is not None:
+            global_step += not any(self._found_inf)
+        self.zero_grad()
+
+    # ---- checkpoints and copies -------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's schedulers wrap `step`, and the wrapper cannot be copied.
+        return {name: value for name, value in vars(self).items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and of the scaler."""
@@ -298,6 +508,54 @@ class NPUOptimizer:
             raise
 
 
+def _check_inner(opt: NPUOptimizer, is_loss_scale: bool) -> None:
+    """Raise if one NPUOptimizer cannot be made of two."""
+    if opt.overlap is not None:
+        raise ValueError(
+            "opt is an NPUOptimizer with is_tailing_optimization=True, which knows no other scaler and no other model: "
+            "give loss_scale_manager and model to that one"
+        )
+    if opt.scaler is not None and is_loss_scale:
+        raise ValueError("opt scales the loss already: give loss_scale_manager to one of the two optimizers only")
+
+
+def _check_global_step(global_step: object) -> None:
+    if global_step is not None and str(getattr(global_step, "dtype", "")) not in ("torch.int32", "torch.int64"):
+        raise TypeError(f"global_step must be a tensor of integers, as torch.tensor(0), not {global_step!r}")
+
+
+def _check_param(name: str, param: object, params: Sequence[Tensor]) -> None:
+    """Raise if a tensor is not one of the optimizer's parameters."""
+    if not any(param is known for known in params):
+        kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else type(param).__name__
+        raise ValueError(f"{name} is {kind}, and no parameter of the optimizer: pass its parameters only")
+
+
+def _checked_pairs(grads_and_vars: Any, params: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the gradient of each parameter that has one."""
+    grads: dict[Tensor, Tensor] = {}
+    seen = set()
+    for i, pair in enumerate(grads_and_vars):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], (Tensor, type(None))):
+            raise TypeError(f"grads_and_vars[{i}] must be a pair of a gradient or None and its parameter, not {pair!r}")
+        grad, param = pair
+        _check_param(f"grads_and_vars[{i}][1]", param, params)
+        if param in seen:
+            raise ValueError(f"grads_and_vars[{i}] is the second pair of its parameter: add up its gradients")
+        seen.add(param)
+        if grad is None:
+            continue
+        if grad.shape != param.shape:
+            raise ValueError(
+                f"grads_and_vars[{i}] has a gradient of shape {tuple(grad.shape)} for a parameter of shape "
+                f"{tuple(param.shape)}: pass each gradient with its own parameter"
+            )
+        grads[param] = grad.detach()
+    if not grads:
+        raise ValueError("grads_and_vars has no gradient: the loss depends on none of the parameters")
+    return grads
+
+
 @knows_its_keywords
 class NPUDistributedOptimizer(NPUOptimizer):
     """npu_bridge's NPUDistributedOptimizer: an NPUOptimizer that is always distributed, and may shard the update.
@@ -325,7 +583,7 @@ class NPUDistributedOptimizer(NPUOptimizer):
         sharding = flag("is_weight_update_sharding", is_weight_update_sharding)
         super().__init__(optimizer, is_distributed=True, name=name, model=model)
         if sharding:
-            self.opt = shard_update(optimizer, model.process_group if model is not None else None)
+            self.opt = shard_update(self.opt, None if self.model is None else self.model.process_group)
 
 
 @knows_its_keywords

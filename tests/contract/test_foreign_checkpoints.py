@@ -287,7 +287,7 @@ def test_groups_of_torch_before_2_7_do_not_tell_adam_from_adamw() -> None:
 
 
 def test_every_kind_of_checkpoint_is_on_the_page() -> None:
-    names = {run.name for run in RUNS} | NAMES | {"torch's Adam or AdamW"}
+    names = {run.name for run in RUNS} | NAMES | {"torch's Adam or AdamW", "LAMBrrr's Lamb"}
     assert {row.name for row in FORMATS} == names
     for row in FORMATS:
         assert row.name in PAGE.read_text()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 import bighorn
 from bighorn.arguments import flag, knows_its_keywords
 
-__all__ = ["Lamb"]
+__all__ = ["Lamb", "lamb"]
 
 
 @knows_its_keywords
@@ -63,6 +63,79 @@ class Lamb(bighorn.Lamb):
             param_group = {**param_group, "second_moment": _second_moment(param_group["amsgrad"])}
             del param_group["amsgrad"]
         super().add_param_group(param_group)
+
+
+def lamb(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    has_complex: bool = False,
+    *,
+    amsgrad: bool,
+    beta1: float,
+    beta2: float,
+    lr: float | Tensor,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+) -> None:
+    """LAMBrrr's functional form: one step of `Lamb`, in place, with state that the caller keeps.
+
+    Each call prepares the step anew, so an optimizer is faster.
+
+    Args:
+        params: The parameters.
+        grads: The gradient of each of them.
+        exp_avgs: The average of each gradient.
+        exp_avg_sqs: The average of the square of each gradient.
+        max_exp_avg_sqs: The maximum of that average for `amsgrad`, else an empty list.
+        state_steps: The steps that each parameter has made, in tensors of one element.
+        has_complex: Whether a parameter is complex, which has no effect here. Default: False.
+        amsgrad: As for `Lamb`.
+        beta1: The first of `betas`.
+        beta2: The second of `betas`.
+        lr: As for `Lamb`.
+        weight_decay: As for `Lamb`.
+        eps: As for `Lamb`.
+        maximize: As for `Lamb`.
+
+    Raises:
+        TypeError: A value of a wrong type.
+        ValueError: A value out of range, or lists that do not have one tensor for each parameter.
+
+    Example:
+        >>> import torch
+        >>> from bighorn.compat.pytorch_fused_lamb import lamb
+        >>> param, steps = torch.ones(2), torch.zeros(())
+        >>> options = {"amsgrad": False, "beta1": 0.9, "beta2": 0.999, "lr": 0.5, "weight_decay": 0.0, "eps": 1e-8}
+        >>> averages = [torch.zeros(2)], [torch.zeros(2)], []
+        >>> lamb([param], [torch.ones(2)], *averages, [steps], **options, maximize=False)
+        >>> param, steps
+        (tensor([0.5000, 0.5000]), tensor(1.))
+    """
+    flag("has_complex", has_complex)
+    states = {"step": state_steps, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
+    if flag("amsgrad", amsgrad):
+        states["max_exp_avg_sq"] = max_exp_avg_sqs
+    for name, tensors in {"grad": grads, **states}.items():
+        if len(tensors) != len(params):
+            raise ValueError(f"there are {len(tensors)} tensors of {name} for {len(params)} params: give one for each")
+    if not params:
+        return
+    targets = [param.detach() for param in params]  # whose .grad is not that of the parameters
+    optimizer = Lamb(targets, lr, (beta1, beta2), eps, weight_decay, amsgrad, maximize=maximize)
+    for i, target in enumerate(targets):
+        target.grad = grads[i]
+        optimizer.state[target] = {name: tensors[i] for name, tensors in states.items()}
+    optimizer.step()
+    for i, target in enumerate(targets):
+        for name, tensors in states.items():
+            after = optimizer.state[target][name]
+            if after.data_ptr() != tensors[i].data_ptr():
+                tensors[i].copy_(after)
 
 
 def _second_moment(amsgrad: object) -> Literal["adam", "amsgrad"]:

@@ -138,6 +138,23 @@ FORMATS = (
         **_TORCH,
     ),
     Format(
+        name="LAMBrrr's Lamb",
+        marks=_ADAM,
+        where={"foreach": True, "capturable": True, "fused": False},  # which nothing else than its constructor sets
+        implied={
+            "adam": (False,),
+            "bias_correction": (True,),
+            "grad_averaging": (True,),
+            "decay_mode": ("ratio",),
+            "always_adapt": (True,),
+            "weight_norm_bounds": (None,),
+            "trust_ratio_bounds": (None,),
+            "second_moment": ("adam",),
+            "cautious": (False,),
+        },
+        **_TORCH,
+    ),
+    Format(
         name="torch's Adam or AdamW",  # before torch 2.7, whose groups do not distinguish these two
         marks=_ADAM,
         implied={**_ADAM_STEPS, "second_moment": ("adam",)},

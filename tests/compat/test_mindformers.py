@@ -129,7 +129,7 @@ def factors(row: Tensor, col: Tensor) -> Tensor:
         {"decay_rate": 0.5, "beta1": 0.7, "beta3": 0.9},
         {"decay_rate": 0.0},
         {"eps": (1e-3, 0.5, 1e-2), "scale_parameter": True},
-        {"weight_decay": 0},
+        {"weight_decay": 0.0},
     ],
     ids=str,
 )
@@ -288,9 +288,10 @@ def test_loss_scale_beside_a_scaler_is_refused() -> None:
         ({"beta3": 1.1}, ValueError, r"^beta3=1\.1 .*\[0, 1\)$"),
         ({"beta3": 1.0}, ValueError, r"^beta3=1\.0.*instability.*stay at 0"),
         ({"weight_decay": "0.1"}, TypeError, "^weight_decay must be"),
+        ({"weight_decay": 1}, TypeError, r"^weight_decay must be a float, not 1 \(int\)"),
         ({"weight_decay": [0.1]}, TypeError, "^weight_decay must be"),
         ({"weight_decay": -0.1}, ValueError, r"^weight_decay=-0\.1"),
-        ({"weight_decay": 2}, ValueError, r"^weight_decay=2.*\[0, 1\]"),
+        ({"weight_decay": 2.0}, ValueError, r"^weight_decay=2\.0 .*\[0, 1\]"),
         ({"scale_parameter": 1}, TypeError, "^scale_parameter must be"),
         ({"relative_step": 1}, TypeError, "^relative_step must be"),
         ({"warmup_init": 1}, TypeError, "^warmup_init must be"),
@@ -330,7 +331,7 @@ def test_groups(options: dict[str, Any], error: type[Exception], message: str) -
 
 
 def test_integers_that_are_taken() -> None:
-    optim = Came(weights().items(), 1, weight_decay=1, clip_threshold=2, loss_scale=3)
+    optim = Came([{"params": weights().items(), "weight_decay": 1}], 1, clip_threshold=2, loss_scale=3)
     assert isinstance(optim, bighorn.Came)
     group = optim.param_groups[0]
     assert (group["lr"], group["weight_decay"], group["clip_threshold"], optim.loss_scale) == (1, 1, 2, 3)

@@ -333,6 +333,48 @@ def test_a_group_without_parameters() -> None:
         optim.add_param_group({"order_params": named()})
 
 
+def test_a_parameter_in_two_groups_is_mindspores_error_and_torchs() -> None:
+    first, second, *_ = named()
+    for earlier, later in ([first], [second, first]), ([first[1]], [first]):
+        groups: list[dict[str, Any]] = [{"params": earlier}, {"params": later}]
+        for error in (RuntimeError, ValueError):
+            with pytest.raises(error, match=r"^group 1: params\[[01]\] is in an earlier group already"):
+                Lamb(groups, 0.1)
+    optim = mindformers.Came([first, second], 0.1)
+    with pytest.raises(RuntimeError, match=r"^group 1: params\[0\] is in"):
+        optim.add_param_group({"params": [first]})
+    assert len(optim.param_groups) == 1
+
+
+@for_every(
+    ("default", "rates"),
+    [
+        (0.1, [[0.1, 0.2], [0.1]]),
+        ([0.1], [None, torch.tensor([0.1, 0.2])]),
+        ([0.1], [iter([0.1, 0.2]), None]),
+    ],
+)
+def test_vectors_of_rates_have_one_length(default: Any, rates: list[Any]) -> None:
+    groups = [
+        {"params": [param], **({} if rate is None else {"lr": rate})}
+        for param, rate in zip(named()[:2], rates, strict=True)
+    ]
+    with pytest.raises(ValueError, match=r"lr has [12] values, and another lr has [12]: give all of them"):
+        Lamb(groups, default)
+    assert Lamb([{"params": named()[:1], "lr": iter([0.3, 0.2])}], [0.1, 0.2]).get_lr() == 0.3
+
+
+def test_centring_as_in_the_shipped_code() -> None:
+    """The page's line: 2 or more dims, if dim 1 is a multiple of 16."""
+    params = {"wide": Parameter(torch.ones(2, 16)), "narrow": Parameter(torch.ones(2, 15))}
+    optim = Lamb([{"params": [params["wide"]]}, {"params": [params["narrow"]]}], 0.1)
+    optim.param_groups[0]["grad_centralization"] = True
+    optim(tuple(torch.arange(1.0, param.numel() + 1).view_as(param) for param in params.values()))
+    moments = {name: optim.state[param]["exp_avg"].mean(dim=1) for name, param in params.items()}
+    assert moments["wide"].abs().max() < 1e-6
+    assert moments["narrow"].min() > 0.5
+
+
 def test_order_params() -> None:
     first, second, third, *_ = named()
     groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second]}]

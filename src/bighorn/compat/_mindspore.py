@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import bighorn
 from bighorn.arguments import Check, about, flag, hint, is_real, number
+from bighorn.schedules import Values
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
@@ -22,6 +23,10 @@ check_rate = bighorn.Lamb.algorithm.options["lr"]
 
 class ElementError(TypeError, ValueError):
     """An element of `params` of a wrong type, which is a TypeError and a ValueError."""
+
+
+class RepeatedError(RuntimeError, ValueError):
+    """A parameter in two groups, which is a RuntimeError in MindSpore and a ValueError in torch."""
 
 
 def floating(name: str, value: object, check: Check) -> float:
@@ -66,6 +71,8 @@ def _converted(group: dict[str, Any], most_decay: float = math.inf) -> dict[str,
     ours = dict(group)
     if "params" in group:
         ours["params"] = check_params(group["params"])
+    if "lr" in group:
+        ours["lr"] = check_rate("lr", group["lr"])
     if "weight_decay" in group:
         ours["weight_decay"] = check_decay("weight_decay", group["weight_decay"], most_decay)
     if "grad_centralization" in group:  # in MindSpore it applies to convolutions only
@@ -80,6 +87,7 @@ class MindSporeOptimizer(Optimizer):
     """The largest weight decay of a group."""
 
     if TYPE_CHECKING:  # our optimizer has them
+        _default_schedules: dict[str, Any]
         _scheduled: list[dict[str, Any]]
         _is_share: bool
 
@@ -106,10 +114,34 @@ class MindSporeOptimizer(Optimizer):
 
         Args:
             param_group: A group, as in `params` of the constructor.
+
+        Raises:
+            RuntimeError: A parameter is in another group already; this error is a ValueError too.
+            TypeError: A value of a wrong type.
+            ValueError: An unknown key, a value out of range, or an `lr` with more or fewer values than another one.
         """
         with about(f"group {len(self.param_groups)}"):
-            # The groups of a rank's share are complete ones of ours.
-            super().add_param_group(param_group if self._is_share else _converted(param_group, self.MOST_DECAY))
+            if not self._is_share:  # the groups of a rank's share are complete ones of ours
+                param_group = _converted(param_group, self.MOST_DECAY)
+                self._refuse_repeated(param_group.get("params", ()))
+                self._refuse_other_length(param_group.get("lr"))
+            super().add_param_group(param_group)
+
+    def _refuse_repeated(self, given: Iterable[Any]) -> None:
+        before = {id(param) for group in self.param_groups for param in group["params"]}
+        for i, item in enumerate(given):
+            if id(item[1] if isinstance(item, tuple) else item) in before:
+                raise RepeatedError(f"params[{i}] is in an earlier group already: leave it in one of the two")
+
+    def _refuse_other_length(self, lr: object) -> None:
+        """Raise for a vector of learning rates of another length than one of the other groups or the default."""
+        others = [self._default_schedules.get("lr"), *(own["lr"].schedule for own in self._scheduled if "lr" in own)]
+        for other in others:
+            if isinstance(lr, Values) and isinstance(other, Values) and len(lr.values) != len(other.values):
+                raise ValueError(
+                    f"lr has {len(lr.values)} values, and another lr has {len(other.values)}: give all of them one for "
+                    "each step of the training"
+                )
 
     def _step_with(self, gradients: object) -> int:
         """Step with these gradients instead of those in `.grad`, and return the number of parameters."""

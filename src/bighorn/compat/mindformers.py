@@ -35,7 +35,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
         decay_rate: A float in [0, 1]. Default: 0.8.
         beta1: Decay of the momentum, a float in (0, 1). Default: 0.9.
         beta3: Decay of the averages of the instability, a float in [0, 1). Default: 0.99.
-        weight_decay: A number in [0, 1], or a schedule. Default: 0.0.
+        weight_decay: A float in [0, 1], or a schedule. Default: 0.0.
         scale_parameter: Whether to multiply the learning rate by the root mean square of the parameter. Default: False.
         relative_step: Whether the learning rate is min(1e-2, 1 / sqrt(t)) at step t. Default: False.
         warmup_init: With relative_step, whether it is min(1e-6 t, 1 / sqrt(t)). Default: False.
@@ -87,12 +87,14 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if learning_rate is None and not all(isinstance(group, dict) for group in params):
             raise ValueError("learning_rate is missing: give one, or set relative_step=True")
         beta1, beta3 = floating("beta1", beta1, came_beta1), floating("beta3", beta3, came_beta3)
+        if not callable(weight_decay):
+            weight_decay = floating("weight_decay", weight_decay, between(0, 1))
         super().__init__(
             params,
             learning_rate,
             (beta1, 0.999, beta3),  # decay_rate replaces the second
             (eps1, eps3),
-            check_decay("weight_decay", weight_decay, 1),
+            check_decay("weight_decay", weight_decay),
             clip_threshold=clip_threshold,
             factor="last_two",
             decay_rate=floating("decay_rate", decay_rate, between(0, 1)),
@@ -108,8 +110,9 @@ class Came(MindSporeOptimizer, bighorn.Came):
             param_group: `params`, and any of `lr`, `weight_decay` and `grad_centralization`.
 
         Raises:
+            RuntimeError: A parameter is in another group already; this error is a ValueError too.
             TypeError: A value of a wrong type.
-            ValueError: An unknown key, or a value out of range.
+            ValueError: An unknown key, a value out of range, or an `lr` with more or fewer values than another one.
         """
         relative_step = isinstance(self._default_schedules.get("lr"), RelativeStep)
         if relative_step and isinstance(param_group, dict) and "lr" in param_group:

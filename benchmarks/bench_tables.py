@@ -1,7 +1,7 @@
 """`bighorn bench` with the tables of this project's pages: `python benchmarks/bench_tables.py --table lambrrr`.
 
 `precision` is the table of docs/precision-results.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU, for
-docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is the same loop compiled. `cliffs` is
+docs/lambrrr-todo.md: its baseline is a loop over the tensors, and another row is LAMBrrr's form compiled. `cliffs` is
 the table of docs/speed.md with other layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` also has
 the columns "of copy" of docs/gpu-results.md, and rows of bitsandbytes and flashoptim. All options of `bighorn bench`
 are known.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import traffic
-from baseline_lamb import BaselineLamb, Step, compiled_loop, loop
+from baseline_lamb import BaselineLamb, Step, compiled_foreach, loop
 from bighorn import Came, Lamb
 from bighorn.cli.bench_table import COLUMNS
 from bighorn.cli.measure import PARAM_SETS
@@ -32,7 +32,7 @@ def _loop() -> Build:
 
 
 def _compiled() -> Build:
-    compiled = compiled_loop()
+    compiled = compiled_foreach()
 
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         # float64 serves to measure errors, a tensor at a time: hundreds of compilations, and no need of one.
@@ -43,7 +43,7 @@ def _compiled() -> Build:
 
 
 def compile_seconds(row: dict[str, Any]) -> str:
-    """The time by which the first step of the compiled loop takes longer than its median step."""
+    """The time by which the first step of the compiled form takes longer than its median step."""
     if row["name"] != "compiled" or row["ms"] is None:
         return "-"
     return f"{row['first_step_s'] - 1e-3 * row['ms']['median']:.1f} s"
@@ -97,7 +97,7 @@ OWN_PEERS = {
     "lamb-int4": Peer("Lamb, int4 states", ours(Lamb, state_dtype="int4"), "bighorn"),
     "came-int4": Peer("Came, int4", ours(Came, state_dtype="int4"), "bighorn"),
     "loop": Peer("reference loop", _loop, "torch"),
-    "compiled": Peer("compiled loop", _compiled, "torch"),
+    "compiled": Peer("compiled foreach", _compiled, "torch"),
     "bitsandbytes-adamw8bit": Peer(
         "bitsandbytes AdamW8bit", _bitsandbytes("AdamW8bit"), "bitsandbytes", devices=("cuda",)
     ),
@@ -138,7 +138,8 @@ OWN_TABLES = {
         columns=(*TABLES["gpu"].columns, *traffic.COLUMNS),
     ),
     # The benchmark of LAMBrrr (https://github.com/nopperl/pytorch-fused-lamb), on the CPU. Its reference is a copy of
-    # timm's Lamb, which takes part as itself where it is installed.
+    # timm's Lamb, which takes part as itself where it is installed. Its package does not import with torch 2.13, so
+    # that `foreach` has its form.
     "lambrrr": BenchTable(
         baseline="loop",
         peers=("timm", "apex", "compiled", "lamb"),

@@ -54,7 +54,7 @@ def test_the_table_of_lambrrr(tmp_path: Path) -> None:
     assert all(row["error"] < 2e-7 for row in rows.values())
     [heading] = [line for line in done.output.splitlines() if "compile" in line and "ratio" in line]
     assert heading.split() == ["optimizer", "ms", "ms", "p10-p90", "ratio", "p10-p90", "compile", "error"]
-    [compiled] = [line for line in done.output.splitlines() if line.startswith(" compiled loop")]
+    [compiled] = [line for line in done.output.splitlines() if line.startswith(" compiled foreach")]
     assert f" {bench_tables.compile_seconds(rows['compiled'])} " in compiled
     assert len(heading.rstrip()) <= 80
 
@@ -106,24 +106,26 @@ def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
     assert set(table.columns) <= {*COLUMNS, *traffic.COLUMNS, "compile"}
 
 
-def test_the_compiled_loop_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiled_form_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    baseline_lamb.compiled_loop.cache_clear()
+    baseline_lamb.compiled_foreach.cache_clear()
     with pytest.raises(ImportError, match="there is no no-such-compiler"):
         bench_tables.OWN_PEERS["compiled"].load()
 
 
-def test_the_loop_is_lamb() -> None:
-    """The loop equals the paper's LAMB on each layer kind: zero weights and zero gradients take Adam's step or none."""
+@pytest.mark.parametrize("form", [baseline_lamb.loop, baseline_lamb.foreach])
+def test_the_baselines_are_lamb(form: baseline_lamb.Step) -> None:
+    """Each equals the paper's LAMB on each layer kind: zero weights and zero gradients take Adam's step or none."""
     weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
     pairs: list[list[Tensor]] = []
-    for peer in (bench_tables.OWN_PEERS["loop"], peers.PEERS["lamb"]):
+    for ours in (True, False):
         params = [weight.double().clone() for weight in weights]
-        optimizer = peer.load()(params, 0.1, None)
+        peer = peers.PEERS["lamb"].load()(params, 0.1, None)
+        optimizer = peer if ours else baseline_lamb.BaselineLamb(params, 0.1, peers.WEIGHT_DECAY, form)
         for step in range(3):
             for param in params:
                 param.grad = torch.linspace(-1, 2, param.numel(), dtype=torch.float64).view_as(param).roll(step)
             optimizer.step()
         pairs.append(params)
-    for ours, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(ours, other, rtol=1e-13, atol=1e-15)
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-15)

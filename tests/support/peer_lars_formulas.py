@@ -84,7 +84,7 @@ def simclr(leaves: Sequence[Leaf], lr: float, excluded: Sequence[str] = ("bias",
 
 
 def barlowtwins(leaves: Sequence[Leaf], lr: float) -> None:
-    """facebookresearch/barlowtwins 046eec3, main.py; vicreg 08c8c0c; deepmind-research 4822a45, byol."""
+    """facebookresearch/barlowtwins 046eec3, main.py; vicreg b42aa23; deepmind-research 4822a45, byol."""
     momentum, eta = 0.9, 0.001
     for leaf in leaves:
         dp = [g + DECAY * p for g, p in zip(leaf.g, leaf.x, strict=True)]

@@ -233,7 +233,7 @@ LARS_PRESETS = (
         "barlowtwins",
         {**_JOINT, **_OUTSIDE},
         "lr multiplies the momentum; the denominator is ||g + weight_decay * x||, without eps",
-        "facebookresearch/barlowtwins 046eec3, main.py; vicreg 08c8c0c, main_vicreg.py; google-deepmind/"
+        "facebookresearch/barlowtwins 046eec3, main.py; vicreg b42aa23, main_vicreg.py; google-deepmind/"
         "deepmind-research 4822a45, byol/utils/optimizers.py",
         ("vicreg", "byol"),
     ),

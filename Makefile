@@ -180,7 +180,7 @@ attack: $(STAMP) build/sanitized
 
 # Trainers that would bring CUDA or another torch come without their dependencies: the tests import the modules that build
 # optimizers, and say which ones; fastprogress needs fasthtml from 1.1 on. UPGRADE=--upgrade takes the newest versions, as a nightly run does.
-WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl \
+WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl 'megatron-core==0.16.*' \
 	addict art colorama einops spmd_types torch_checkpointing torchdata \
 	trl diffusers sentence-transformers \
 	fastai beartype fastcore fastdownload 'fastprogress<1.1' fasttransform plum-dispatch \

@@ -59,8 +59,8 @@ TRAINERS = (
     ),
     Trainer(
         "[Megatron-LM](with-megatron.md)",
-        (),
-        "not installed: a stand-in of `DistributedOptimizer` and its buffers, which were read",
+        ("megatron-core",),
+        "`get_megatron_optimizer`, with 2 and 4 ranks on a CPU in place of CUDA, saved and loaded; no training script",
         "`distributed.optimizer = Lamb(megatron_groups(distributed))`",
     ),
     Trainer(

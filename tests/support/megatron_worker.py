@@ -1,19 +1,22 @@
-"""The scenarios of test_megatron.py, run on each rank: `python megatron_worker.py RANK WORLD FOLDER`."""
+"""The scenarios of integrations/test_megatron.py, run on each rank: `python megatron_worker.py RANK WORLD FOLDER`."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from bighorn import Came, Lamb, megatron_groups
+from bighorn import Came, Lamb, Lars, megatron_groups
 from tests.support.cases import Kind
 from tests.support.flat_worker import refused
-from tests.support.megatron_stand_in import DistributedOptimizer
+from tests.support.megatron_core import Megatron, on_the_cpu
+from tests.support.overlap_worker import raises
 from tests.support.processes import run_as_rank
 from tests.support.sharding_worker import assert_close, cost
 
@@ -21,139 +24,165 @@ Options = Mapping[str, Any]
 SMALL, LARGE = 300, 10**6
 """Sizes of buckets: several of them, and one."""
 
-
-class Wrapped(nn.Module):
-    """A model inside of a wrapper, as Megatron's DistributedDataParallel."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = nn.Linear(9, 40), nn.LayerNorm(40), nn.Linear(40, 13, bias=False), nn.Linear(13, 1)
-        self.module = nn.Sequential(*layers).to(dtype)
-        self.module[1].float()
+LAMB: Options = {"lr": 0.1, "exclude_from_layer_adaptation": [r"^1\.", "bias"]}
+CAME: Options = {"lr": 0.01, "bias_correction": True}
+LARS: Options = {"lr": 0.1}
 
 
-def adam(model: nn.Module) -> torch.optim.AdamW:
-    """Return an optimizer with Megatron's groups and keys; the last group is on one rank alone."""
-    named = list(model.named_parameters())
-    last = [p for name, p in named if name.startswith("module.3")]
-    rest = [p for name, p in named if not name.startswith("module.3")]
-    keys = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "max_lr": 0.1, "min_lr": 0.0}
-    decays, others = [p for p in rest if p.dim() > 1], [p for p in rest if p.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": decays, **keys},
-        {"params": others, **keys, "wd_mult": 0.0, "weight_decay": 0.0},
-        {"params": last, **keys},
-    ]
-    return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.1)
+def network(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(9, 40), nn.LayerNorm(40), nn.Linear(40, 13, bias=False), nn.Linear(13, 1)
+    return nn.Sequential(*layers).to(dtype)
 
 
-def inside(kind: Kind, model: nn.Module, bucket_size: int, **options: Any) -> DistributedOptimizer:
-    """Return the stand-in of Megatron's distributed optimizer, with one of ours inside."""
-    distributed = DistributedOptimizer(adam(model), model, bucket_size)
-    inner: Any = kind(megatron_groups(distributed), **options)
-    distributed.optimizer = inner
-    return distributed
+def inside(kind: Kind, dtype: torch.dtype, bucket_size: int, **options: Any) -> Megatron:
+    """Return a model in Megatron, with one of our optimizers inside."""
+    megatron = Megatron(network(dtype), bucket_size)
+    megatron.distributed.optimizer = kind(megatron_groups(megatron.distributed), **options)
+    for group in megatron.distributed.optimizer.param_groups:
+        group["weight_decay"] = 0.1 * group["wd_mult"]  # as Megatron's scheduler does
+    return megatron
 
 
-def advance(model: Wrapped, distributed: DistributedOptimizer, step: int) -> dict[str, torch.Tensor]:
-    """Make a step, of which this rank has the gradients of its ranges alone, and return all gradients."""
+def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    grads = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    for buffer in distributed.buffers:
-        buffer.grad_data.fill_(torch.nan)
-    for name, p in model.named_parameters():
-        if p in distributed.ranges:
-            held = distributed.ranges[p]["param"]
-            p.main_grad.view(-1)[held.start : held.end] = grads[name].view(-1)[held.start : held.end]  # type: ignore[attr-defined]
-    distributed.step()
-    return grads
+    return {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+
+
+def flat(megatron: Megatron) -> list[Tensor]:
+    return [p for group in megatron.distributed.optimizer.param_groups for p in group["params"]]
 
 
 def equals_one_process(kind: Kind, options: Options, dtype: torch.dtype, bucket_size: int) -> None:
     """Ten steps equal those of one process with the same gradients and float32 weights."""
-    ours, theirs = Wrapped(dtype), Wrapped(dtype).float()
-    distributed = inside(kind, ours, bucket_size, **options)
-    given = adam(theirs)
-    named = {p: name.removeprefix("module.") for name, p in theirs.named_parameters()}
-    groups = [
-        {"params": [(named[p], p) for p in g["params"]], "lr": g["lr"], "weight_decay": g["weight_decay"]}
-        for g in given.param_groups
-    ]
-    alone = kind(groups, **options)
+    megatron, theirs = inside(kind, dtype, bucket_size, **options), network(dtype).float()
+    named = list(theirs.named_parameters())
+    decay = [{"params": [item for item in named if item[1].dim() > 1], "weight_decay": 0.1}]
+    alone = kind([*decay, {"params": [item for item in named if item[1].dim() < 2], "weight_decay": 0.0}], **options)
+    for group in alone.param_groups:
+        group["lr"] = 0.1  # Megatron's, which its groups keep
     for step in range(10):
-        grads = advance(ours, distributed, step)
-        for name, q in theirs.named_parameters():
-            q.grad = grads[name].clone()
+        grads = gradients(theirs, step)
+        megatron.step(grads)
+        for name, q in named:
+            q.grad = grads[name]
         alone.step()
     tolerance = 2e-6 if dtype == torch.float32 else 2.0**-8
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert_close(p, q, tolerance if p.dtype == dtype else 2e-6, name)
+    for (name, p), (_, q) in zip(megatron.model.named_parameters(), named, strict=True):
+        assert_close(p, q, tolerance, name)
+    names, ranges = {p: name for name, p in megatron.model.named_parameters()}, megatron.ranges()
+    distributed = megatron.distributed
+    empty = 0
     for index, group in enumerate(distributed.optimizer.param_groups):
-        assert group["max_lr"] == 0.1
+        assert "wd_mult" in group
         mine = [*distributed.model_fp32_groups[index], *distributed.model_float16_groups[index]]
+        empty += not mine
         for p, shard in zip(mine, group["params"], strict=False):
-            held = distributed.ranges[p]["param"]
-            name = next(name for name, q in ours.named_parameters() if q is p)
-            whole = theirs.get_parameter(name).view(-1)[held.start : held.end]
-            assert (shard - whole).abs().max() <= 2e-6 * theirs.get_parameter(name).abs().max(), name
-    told, expected = distributed.optimizer.telemetry(), alone.telemetry()  # type: ignore[attr-defined]
-    assert set(told.names) == set(expected.names)
-    assert cost(distributed.optimizer)[0] == (1 if kind is Lamb else 3)  # type: ignore[arg-type]
+            whole = theirs.get_parameter(names[p]).view(-1)
+            assert (shard - whole[ranges[p]]).abs().max() <= 2e-6 * whole.abs().max(), names[p]
+    without = torch.tensor([empty])
+    dist.all_reduce(without)
+    assert without > 0 or dist.get_world_size() == 2  # with four ranks, one has nothing of a group
+    assert set(distributed.optimizer.telemetry().names) == set(alone.telemetry().names)
+    assert cost(distributed.optimizer)[0] == (3 if kind is Came else 1)
 
 
-def resumes(kind: Kind, options: Options) -> None:
-    """A run whose inner optimizer was saved and loaded continues bit for bit."""
-    model, again = Wrapped(torch.bfloat16), Wrapped(torch.bfloat16)
-    distributed = inside(kind, model, SMALL, **options)
+def resumes(kind: Kind, options: Options, folder: Path) -> None:
+    """A run continues bit for bit after the page's save and load, which need the float32 weights."""
+    megatron = inside(kind, torch.bfloat16, SMALL, **options)
     for step in range(3):
-        advance(model, distributed, step)
-    saved = copy.deepcopy(distributed.optimizer.state_dict())
-    masters = [p.detach().clone() for group in distributed.optimizer.param_groups for p in group["params"]]
-    other = inside(kind, again, SMALL, **options)
-    other.optimizer.load_state_dict(saved)
-    for value, group_p in zip(masters, [p for g in other.optimizer.param_groups for p in g["params"]], strict=True):
-        group_p.detach().copy_(value)
+        megatron.step(gradients(megatron.model, step))
+    saved = {"optimizer": megatron.distributed.optimizer.state_dict(), "weights": [p.detach() for p in flat(megatron)]}
+    file = folder / f"{kind.__name__}-{dist.get_world_size()}-{dist.get_rank()}.pt"
+    torch.save(saved, file)
+    runs = [megatron]
+    for whole in (True, False):
+        runs.append(inside(kind, torch.bfloat16, SMALL, **options))
+        runs[-1].model.load_state_dict(megatron.model.state_dict())
+        runs[-1].distributed.reload_model_params()
+        loaded = torch.load(file)
+        runs[-1].distributed.optimizer.load_state_dict(loaded["optimizer"])
+        for p, weights in zip(flat(runs[-1]), loaded["weights"] if whole else (), strict=whole):
+            p.detach().copy_(weights)
     for step in range(3, 5):
-        advance(model, distributed, step)
-        advance(again, other, step)
-    assert all(p.equal(q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+        for run in runs:
+            run.step(gradients(run.model, step))
+    first, again, without = (torch.cat([p.flatten() for p in run.model.parameters()]) for run in runs)
+    assert first.equal(again)
+    assert not first.equal(without)
 
 
-def refusals() -> None:
-    """Parts of layers, and an inner optimizer that holds the weights, are refused."""
+def megatron_saves_lamb_by_ranks() -> None:
+    """Megatron's own checkpoint of what each rank has holds all of Lamb's state."""
+    megatron, again = (inside(Lamb, torch.bfloat16, SMALL, **LAMB) for _ in range(2))
+    for step in range(3):
+        megatron.step(gradients(megatron.model, step))
+    megatron.optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "dp_reshardable"})
+    saved = copy.deepcopy(megatron.distributed.get_parameter_state_dp_reshardable())
+    for buckets in (buckets for index in range(len(megatron.distributed.buffers)) for buckets in saved[index].values()):
+        for param in (param for bucket in buckets for param in bucket):
+            param["padding"] = False
+    again.model.load_state_dict(megatron.model.state_dict())
+    again.optimizer.load_state_dict(megatron.optimizer.state_dict())
+    with torch.no_grad():
+        again.distributed.load_parameter_state_from_dp_reshardable(saved)
+    for step in range(3, 5):
+        for run in (megatron, again):
+            run.step(gradients(run.model, step))
+    assert all(p.equal(q) for p, q in zip(megatron.model.parameters(), again.model.parameters(), strict=True))
 
-    class Two:
-        def size(self) -> int:
-            return 2
 
-    model = Wrapped(torch.bfloat16)
-    distributed = DistributedOptimizer(adam(model), model, SMALL, tp_group=Two())
-    megatron_groups(distributed)
-    for p in model.parameters():
-        p.tensor_model_parallel = True  # type: ignore[attr-defined]
-    refused(lambda: megatron_groups(distributed), "a part of a layer", "tensor_model_parallel_size 1")
-    model = Wrapped(torch.bfloat16)
-    distributed = DistributedOptimizer(adam(model), model, SMALL)
-    for group in distributed.optimizer.param_groups:
-        group["params"] = [p.bfloat16() for p in group["params"]]
-    if any(group["params"] for group in distributed.optimizer.param_groups):
-        refused(lambda: megatron_groups(distributed), "no float32 weights of", "use_precision_aware_optimizer")
+def megatron_loads_no_step_count(folder: Path) -> None:
+    """The reason to refuse the other format: Megatron cannot load torch's AdamW from it either."""
+    megatron = Megatron(network(torch.float32), LARGE)
+    megatron.step(gradients(megatron.model, 0))
+    file = str(folder / f"adamw-{dist.get_world_size()}.pt")
+    megatron.optimizer.save_parameter_state(file)
+    with torch.no_grad(), raises(KeyError, "step"):
+        megatron.optimizer.load_parameter_state(file)
 
 
-def scenarios() -> Mapping[str, Callable[[], None]]:
+def megatron_refuses(kind: Kind, options: Options, folder: Path) -> None:
+    megatron = inside(kind, torch.float32, LARGE, **options)
+    megatron.step(gradients(megatron.model, 0))
+    words = kind.__name__, "--no-save-optim", "docs/with-megatron.md"
+    file = folder / "refused.pt"
+    refused(lambda: megatron.optimizer.save_parameter_state(str(file)), "get_parameter_state_dp_zero", *words)
+    if options is not LAMB:
+        refused(lambda: megatron.optimizer.sharded_state_dict({}), "sharded_state_dict", *words)
+    assert not file.exists()
+
+
+def scenarios(folder: Path) -> Mapping[str, Callable[[], None]]:
     """Return the scenarios, which are the same for any number of ranks."""
-    lamb: Options = {"lr": 0.1, "exclude_from_layer_adaptation": [r"^1\.", "bias"]}
-    came: Options = {"lr": 0.01, "bias_correction": True}
     todo: dict[str, Callable[[], None]] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         for size, of in ((SMALL, "small"), (LARGE, "one")):
-            todo[f"lamb-{name}-{of}"] = partial(equals_one_process, Lamb, lamb, dtype, size)
-            todo[f"came-{name}-{of}"] = partial(equals_one_process, Came, came, dtype, size)
-    todo["lamb-resumes"], todo["came-resumes"] = partial(resumes, Lamb, lamb), partial(resumes, Came, came)
-    todo["refusals"] = refusals
+            todo[f"lamb-{name}-{of}"] = partial(equals_one_process, Lamb, LAMB, dtype, size)
+            todo[f"came-{name}-{of}"] = partial(equals_one_process, Came, CAME, dtype, size)
+        todo[f"lars-{name}"] = partial(equals_one_process, Lars, LARS, dtype, SMALL)
+    for kind, options in ((Lamb, LAMB), (Came, CAME), (Lars, LARS)):
+        todo[f"{kind.__name__.lower()}-resumes"] = partial(resumes, kind, options, folder)
+    todo["megatron-saves-lamb-by-ranks"] = megatron_saves_lamb_by_ranks
+    todo["megatron-loads-no-step-count"] = partial(megatron_loads_no_step_count, folder)
+    others: dict[str, tuple[Any, Options]] = {
+        "lamb": (Lamb, LAMB),
+        "came": (Came, CAME),
+        "lars": (Lars, LARS),
+        "amsgrad": (Lamb, {**LAMB, "second_moment": "amsgrad"}),
+    }
+    for name, (kind, options) in others.items():
+        todo[f"megatron-refuses-{name}"] = partial(megatron_refuses, kind, options, folder)
     return todo
 
 
+def on_a_rank(_: int, folder: Path) -> Mapping[str, Callable[[], object]]:
+    def run(scenario: Callable[[], None]) -> None:
+        with on_the_cpu():
+            scenario()
+
+    return {name: partial(run, scenario) for name, scenario in scenarios(folder).items()}
+
+
 if __name__ == "__main__":
-    run_as_rank(lambda *_: scenarios())
+    run_as_rank(on_a_rank)

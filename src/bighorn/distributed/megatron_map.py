@@ -6,6 +6,7 @@ rank's range of a parameter becomes a tensor of its own, which the inner optimiz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from bighorn.distributed.flat import FlatLayout, Fragment
 OF_ADAM = ("lr", "weight_decay")
 """The options of the inner optimizer that Megatron's groups keep, since its scheduler writes them."""
 
+SAVED = {"exp_avg", "exp_avg_sq", "step"}
+"""The state that Megatron's own checkpoints hold, if they are sharded by ranks."""
+
 
 def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
     """Return the parameter groups of Megatron-LM's distributed optimizer, with the layouts of their flat tensors.
@@ -24,6 +28,9 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
     An optimizer of these groups replaces the Adam that Megatron has made:
     `distributed.optimizer = Lamb(megatron_groups(distributed), ...)`. Groups keep `lr`, `weight_decay` and the keys
     that Megatron has added. A rank that holds nothing of a group has an empty flat tensor with an empty gradient in it.
+
+    Megatron's own checkpoints hold two averages of each element, as Lamb has, and only those that are sharded by ranks
+    restore step counts. From here on, Megatron's methods that would save any other state raise a ValueError.
 
     Args:
         distributed: A `DistributedOptimizer`, after Megatron has made it and before its first step.
@@ -78,7 +85,26 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
         kept = {name: value for name, value in group.items() if name not in dropped}
         layout = FlatLayout(fragments, distributed.data_parallel_group)
         groups.append({**kept, "params": tensors, "flat_layout": layout})
+    _refuse_to_save(distributed, "get_parameter_state_dp_zero", set())  # its counterpart loads no step count (0.16.1)
+    _refuse_to_save(distributed, "sharded_state_dict", SAVED)
     return groups
+
+
+def _refuse_to_save(distributed: Any, name: str, saved: set[str]) -> None:
+    """Let a method of Megatron's raise if the optimizer has other state than this."""
+    method: Callable[..., Any] = getattr(distributed, name)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        names = {key for state in distributed.optimizer.state.values() for key in state}
+        if names and names != saved:
+            raise ValueError(
+                f"Megatron could not load what its {name} would save of {type(distributed.optimizer).__name__}, whose "
+                f"state is {', '.join(sorted(names))}: pass --no-save-optim, and save the optimizer on each rank "
+                "yourself, as docs/with-megatron.md shows"
+            )
+        return method(*args, **kwargs)
+
+    setattr(distributed, name, checked)
 
 
 def _names(chunks: Any) -> dict[Tensor, str]:

@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
-from torch.utils.hooks import RemovableHandle
 
 from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, TailOverlap, shard_update
 from bighorn.arguments import beta, flag, knows_its_keywords
 from bighorn.compat._loss_scale import LossScaleManager
+from bighorn.compat._wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ExponentialUpdateLossScaleManager",
@@ -165,7 +165,7 @@ TENSORFLOW_SLOTS = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buf
 
 
 @knows_its_keywords
-class NPUOptimizer(Optimizer):
+class NPUOptimizer(WrappedOptimizer):
     """npu_bridge's NPUOptimizer: loss scaling, data-parallel training and tailing optimisation for an optimizer.
 
     TensorFlow's optimizers own the gradients, but torch's do not. Therefore the model is a DistributedDataParallel,
@@ -219,16 +219,7 @@ class NPUOptimizer(Optimizer):
         flag("is_distributed", is_distributed)
         flag("is_loss_scale", is_loss_scale)
         flag("is_tailing_optimization", is_tailing_optimization)
-        if is_loss_scale != (loss_scale_manager is not None):
-            raise ValueError(
-                f"is_loss_scale={is_loss_scale} with loss_scale_manager={loss_scale_manager}: scaling the loss takes "
-                "is_loss_scale=True and a manager, training without takes neither"
-            )
-        if loss_scale_manager is not None and not isinstance(loss_scale_manager, LossScaleManager):
-            raise TypeError(
-                "loss_scale_manager must be a FixedLossScaleManager or an ExponentialUpdateLossScaleManager, not "
-                f"{type(loss_scale_manager).__name__}"
-            )
+        _check_manager(loss_scale_manager, is_loss_scale)
         scaler = None
         if isinstance(opt, NPUOptimizer):
             _check_inner(opt, is_loss_scale)
@@ -246,86 +237,10 @@ class NPUOptimizer(Optimizer):
                 "is_distributed=True and the DistributedDataParallel as model, or leave it out",
                 stacklevel=3,
             )
-        # torch's constructor is not called, since the groups and the state are those of `opt`.
-        self.opt: Optimizer = opt
         self.name: str | None = name
-        self.model: DistributedDataParallel | None = model
-        self.scaler: LossScaler | None = scaler if loss_scale_manager is None else loss_scale_manager.loss_scaler()
-        self.overlap = (
-            TailOverlap(model, opt, scaler=self.scaler) if is_tailing_optimization and model is not None else None
-        )
-        self._found_inf: list[Tensor] = []
-
-    # ---- attributes and methods of torch's optimizers ---------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer."""
-        return self.opt.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer; that of this rank's tensors if the update is sharded."""
-        return getattr(self.opt, "optim", self.opt).state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer, which some of torch's schedulers read."""
-        return self.opt.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer.
-
-        Args:
-            param_group: As for the optimizer.
-        """
-        self.opt.add_param_group(param_group)
-
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Register a hook of the optimizer, which runs before its step."""
-        return self.opt.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Register a hook of the optimizer, which runs after its step."""
-        return self.opt.register_step_post_hook(hook)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, which `minimize` and `apply_gradients` do after each step.
-
-        Args:
-            set_to_none: As for torch's optimizers. Default: True.
-        """
-        if self.scaler is not None:
-            self.scaler._per_optimizer_states.pop(id(self.opt), None)
-        (self.opt if self.overlap is None else self.overlap).zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        """Step with the gradients of the scaled loss, which are in `.grad`, and update the scale.
-
-        Args:
-            closure: As for the optimizer; None if the loss is scaled, or with the tailing optimisation. Default: None.
-
-        Returns:
-            The loss that the closure returned, or None.
-
-        Raises:
-            RuntimeError: A closure where the loss is scaled.
-            ValueError: A closure with the tailing optimisation.
-        """
-        loss = None
-        if self.overlap is not None:
-            self.overlap.step(closure)
-        elif self.scaler is not None:
-            self.scaler.step(self.opt, closure)
-        else:
-            loss = self.opt.step(closure)
-        if self.scaler is not None:
-            states = self.scaler._per_optimizer_states.values()
-            self._found_inf = [found for state in states for found in state["found_inf_per_device"].values()]
-            self.scaler.update()
-        return loss
-
-    # ---- methods of TensorFlow's optimizers -------------------------------------------------------------------------
+        scaler = scaler if loss_scale_manager is None else loss_scale_manager.loss_scaler()
+        overlap = TailOverlap(model, opt, scaler=scaler) if is_tailing_optimization and model is not None else None
+        super().__init__(opt, scaler, model, overlap)
 
     def minimize(
         self, loss: Tensor, global_step: Tensor | None = None, var_list: Iterable[Tensor] | None = None
@@ -380,7 +295,7 @@ class NPUOptimizer(Optimizer):
             >>> grad
             tensor([1., 1.])
         """
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self._params()
         chosen = params if var_list is None else list(var_list)
         for i, param in enumerate(chosen):
             _check_param(f"var_list[{i}]", param, params)
@@ -420,7 +335,7 @@ class NPUOptimizer(Optimizer):
         Source: tf.compat.v1.train.Optimizer.
         """
         _check_global_step(global_step)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = self._params()
         grads = _checked_pairs(grads_and_vars, params)
         for param in params:
             param.grad = grads.get(param)
@@ -442,7 +357,7 @@ class NPUOptimizer(Optimizer):
 
         Source: tf.compat.v1.train.Optimizer.
         """
-        _check_param("var", var, [param for group in self.param_groups for param in group["params"]])
+        _check_param("var", var, self._params())
         state = self.state.get(var, {})
         slot: Tensor | None = state.get(name, state.get(TENSORFLOW_SLOTS.get(name)))
         return slot
@@ -454,58 +369,25 @@ class NPUOptimizer(Optimizer):
             {name for state in states for name, value in state.items() if isinstance(value, Tensor)} - {"step"}
         )
 
-    def _is_unscaled(self) -> bool:
-        """Whether `compute_gradients` has unscaled gradients that were not applied."""
-        if self.scaler is None or id(self.opt) not in self.scaler._per_optimizer_states:
-            return False
-        return self.scaler._per_optimizer_states[id(self.opt)]["stage"] is OptState.UNSCALED
-
     def _step_and_count(self, global_step: Tensor | None) -> None:
         self.step()
         if global_step is not None:
             global_step += not any(self._found_inf)
         self.zero_grad()
 
-    # ---- checkpoints and copies -------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        # torch's schedulers wrap `step`, and the wrapper cannot be copied.
-        return {name: value for name, value in vars(self).items() if name != "step"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the scaler."""
-        return {"opt": self.opt.state_dict(), "scaler": {} if self.scaler is None else self.scaler.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`.
-
-        Args:
-            state_dict: A dict with the optimizer's state, and the scaler's if there is one.
-
-        Raises:
-            ValueError: The dict has other keys, has a scaler's state but there is no scaler here or the other way
-                round, or the optimizer or the scaler refuses its state. Both are unchanged.
-        """
-        if not isinstance(state_dict, dict) or state_dict.keys() != {"opt", "scaler"}:
-            raise ValueError("state_dict must be what NPUOptimizer.state_dict() returned, with 'opt' and 'scaler'")
-        if bool(state_dict["scaler"]) != (self.scaler is not None):
-            there, here = ("", "none ") if state_dict["scaler"] else ("no ", "one ")
-            raise ValueError(
-                f"state_dict has {there}state of a loss scaler, and there is {here}here: make the optimizer with "
-                f"is_loss_scale={self.scaler is None} and load again"
-            )
-        before = self.state_dict()["scaler"]
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        try:
-            self.opt.load_state_dict(state_dict["opt"])
-        except BaseException:
-            if self.scaler is not None:
-                self.scaler.load_state_dict(before)
-            raise
+def _check_manager(manager: object, is_loss_scale: bool) -> None:
+    """Raise for something that is no manager, or one without `is_loss_scale`."""
+    if is_loss_scale != (manager is not None):
+        raise ValueError(
+            f"is_loss_scale={is_loss_scale} with loss_scale_manager={manager}: scaling the loss takes "
+            "is_loss_scale=True and a manager, training without takes neither"
+        )
+    if manager is not None and not isinstance(manager, LossScaleManager):
+        raise TypeError(
+            "loss_scale_manager must be a FixedLossScaleManager or an ExponentialUpdateLossScaleManager, not "
+            f"{type(manager).__name__}"
+        )
 
 
 def _check_inner(opt: NPUOptimizer, is_loss_scale: bool) -> None:

@@ -237,6 +237,37 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind
     assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), twin)
 
 
+def test_a_parameter_that_joins_later_is_initialised_without_a_step(kind: Kind, backend: str) -> None:
+    """Torch's dummy step once counted for a parameter that joined later, whose first step was then the second."""
+    params, others = ([Parameter(torch.linspace(1, 2, 6).view(2, 3)) for _ in range(2)] for _ in range(2))
+    optimizer, twin = (
+        kind([{"params": each}, {"params": [late]}], lr=lambda step: 0.1 / (step + 1), backend=backend)
+        for *each, late in (params, others)
+    )
+    for each in (params[0], others[0]):
+        each.grad = torch.linspace(-1, 2, 6).view(2, 3)
+    optimizer.step()
+    twin.step()
+    before = copies(params), copy.deepcopy(optimizer.state[params[0]])
+    for param in params:
+        param.grad = torch.zeros(2, 3)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    assert_bitwise(params, before[0])
+    assert_bitwise(list(optimizer.state[params[0]].values()), list(before[1].values()))
+    assert optimizer.state[params[1]]["step"] == 0
+    for step in range(2):
+        for param in (*params, *others):
+            param.grad = torch.linspace(-1, step + 2, 6).view(2, 3)
+        optimizer.step()
+        twin.step()
+        assert_same_everything(params, optimizer, others, twin)
+
+
 def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
     """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
     net, untouched = model(), model()

@@ -350,3 +350,30 @@ def test_a_step_in_parts_is_a_step_to_the_last_bit(dtype: torch.dtype, kind: Kin
         first.step()
         second.step_in_parts([[param] for param in reversed(parted)], lambda _: None)
     assert all(a.equal(b) for a, b in zip(whole, parted, strict=True))
+
+
+@pytest.mark.parametrize("way", ["step", "step_in_parts", "step_param"])
+@pytest.mark.parametrize("saved", ["param", "exp_avg"])
+def test_a_graph_from_before_the_step_is_refused(saved: str, way: str, kind: Kind, backend: str) -> None:
+    """Kernels write behind autograd, which would compute gradients from the new values without an error."""
+    params = [Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2)]
+    optimizer: Any = kind(params, lr=0.1, backend=backend)
+
+    def step(stepped: list[Parameter]) -> None:
+        for param in stepped:
+            param.grad = torch.ones(3, 4)
+        if way == "step_param":
+            optimizer.step_param(stepped[0])
+        if way == "step_in_parts":
+            optimizer.step_in_parts([stepped], lambda _: None)
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    step(params)
+    factors: list[Tensor] = [param if saved == "param" else optimizer.state[param][saved] for param in params]
+    changed, unchanged = ((param * factor).sum() for param, factor in zip(params, factors, strict=True))
+    step(params[:1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed.backward()  # type: ignore[no-untyped-call]
+    unchanged.backward()  # type: ignore[no-untyped-call]  # a parameter without a gradient is not written

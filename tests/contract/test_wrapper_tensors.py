@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
@@ -192,3 +194,47 @@ def test_shards_of_float8_weights(kind: Kind) -> None:
         train(kind, alone, values, backend="reference")
         for p, q in zip(sharded, alone, strict=True):
             torch.testing.assert_close(plain(p.to_local()), q)  # type: ignore[attr-defined]
+
+
+# ---- models whose parameters are swapped -----------------------------------------------------------------------------
+
+
+def swapped(net: nn.Module) -> Any:
+    """Let every conversion swap the parameters' tensors, as it does for wrappers and distributed tensors by itself."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    return net
+
+
+def of_wrappers(net: nn.Module) -> nn.Module:
+    values = net.get_parameter("0.weight").detach()
+    net.get_submodule("0").weight = Parameter(TwoTensor(values, values))  # type: ignore[no-untyped-call]
+    return net
+
+
+SWAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": swapped,
+    "fully_shard": fully_shard,
+    "tensor-parallel": lambda net: parallelize_module(net, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()}),
+    "wrappers": of_wrappers,
+}
+
+
+@pytest.mark.parametrize("way", SWAPPED)
+def test_a_model_moves_and_is_cast_after_steps(way: str, kind: Kind) -> None:
+    """A weak reference to a parameter once made `model.cpu()` fail: "Couldn't swap Linear.weight"."""
+    with group_of_one():
+        try:
+            net = SWAPPED[way](nn.Sequential(nn.Linear(8, 8)))
+            optimizer = kind(net.named_parameters(), lr=0.1)
+            of_fsdp = way == "fully_shard"  # whose forward knows the dtype of the first call
+            for convert in (nn.Module.cpu, nn.Module.float if of_fsdp else nn.Module.double, nn.Module.float):
+                convert(net)
+                before = [param.detach().clone() for param in net.parameters()]
+                net(torch.ones(2, 8, dtype=before[0].dtype)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.telemetry()
+                for param, old in zip(net.parameters(), before, strict=True):
+                    assert not param.equal(old)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)

@@ -145,14 +145,12 @@ def loaded_states(
     return states
 
 
-def only_initialises(groups: list[Group], params: Iterable[Tensor], plans: list[StepPlan]) -> bool:
-    """Whether this first step is the one by which torch.distributed.checkpoint makes an optimizer create its state.
+def only_initialises(params: Iterable[Tensor], plans: list[StepPlan]) -> bool:
+    """Whether a step at lr 0 is one by which torch.distributed.checkpoint makes an optimizer create state.
 
-    Such a step has lr 0 and gradients that are zero. If it were counted, the first real step would be the second. The
-    host waits for the gradients at most once per optimizer, in a first step at lr 0.
+    The gradients of such a step are zero. If it were counted, the first real step of those parameters would be the
+    second. The host waits for the gradients only in steps at lr 0 in which a parameter gets its state.
     """
-    if any(float(group["lr"]) != 0 for group in groups):
-        return False
     moves = any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
     for reduce_group in [each for plan in plans for each in plan.meshes]:
         moves = reduce_group.any(moves)  # all ranks take the step, or none

@@ -29,7 +29,7 @@ from bighorn.optim.param_groups import Order
 from bighorn.optim.param_info import Indices, ParamInfo, check_backend, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
-from bighorn.optim.replaced_params import GivenParams, adopted
+from bighorn.optim.replaced_params import GivenParams, adopted, replaced
 from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
@@ -191,7 +191,7 @@ class KernelOptimizer(Reports):
         self._agreed = False
         self._scheduled.append(scheduled)
         self._flat.append(flat)
-        self._given.append(GivenParams.of(group))
+        self._given.append(list(group["params"]))
         self._firsts, self._groups = self._first_ids(), self.param_groups
         if self._order:
             self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
@@ -282,7 +282,7 @@ class KernelOptimizer(Reports):
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
         check_step_param(param, indices, begun, self.param_groups)
-        schedule, [plan] = self._prepare([param], None, None if begun is None else begun.schedule, indices)
+        schedule, [plan], _ = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices)
         for launch in plan.kernels:
             launch.centre()
@@ -291,8 +291,6 @@ class KernelOptimizer(Reports):
         plan.release()
         begun.plans[param] = plan
         param.grad = None
-        # Autograd may have saved the old parameter; compiled kernels do not increment the version counter.
-        torch.autograd.graph.increment_version(param)
 
     def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
         """Step one parameter now, as `step_param(parameter, group)` does.
@@ -327,10 +325,10 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        settings, params, fresh = self._settings, self.in_order(), not self.state
+        settings, params = self._settings, self.in_order()
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
-        schedule, plans = self._prepare(params, parts, None if begun is None else begun.schedule)
+        schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
         try:
             scale: Tensor | float = 1.0
             mask = None
@@ -343,7 +341,7 @@ class KernelOptimizer(Reports):
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and bool(self.state) and only_initialises(self.param_groups, params, plans)
+            initialises = fresh and only_initialises(params, plans)
             for part, plan in enumerate(plans):
                 wait(part)
                 for launch in plan.kernels if not initialises else ():
@@ -384,9 +382,9 @@ class KernelOptimizer(Reports):
             return
         flat, given = list(self._flat), list(self._given)
         for index, group in enumerate(self.param_groups):
-            if given[index].replaced(group):
+            if replaced(group, given[index]):
                 flat[index] = adopted(group, index, self._given, self.algorithm, self._settings)
-                given[index] = GivenParams.of(group) if flat[index] is None else given[index]
+                given[index] = list(group["params"]) if flat[index] is None else given[index]
         self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
         self._forget_plans()
 
@@ -444,8 +442,11 @@ class KernelOptimizer(Reports):
         parts: list[list[Tensor]] | None,
         schedule: ScheduleStep | None,
         indices: Indices | None = None,
-    ) -> tuple[ScheduleStep, list[StepPlan]]:
-        """Return the options of a step, unless it has begun already, and a plan for each of its parts.
+    ) -> tuple[ScheduleStep, list[StepPlan], bool]:
+        """Return the options of a step, unless it has begun already, a plan for each of its parts, and `fresh`.
+
+        That is whether the learning rates are 0 and a parameter gets its state now, as in a step that only creates it.
+
 
         Every error that does not depend on the values of gradients is raised here, and leaves everything unchanged.
         """
@@ -472,10 +473,12 @@ class KernelOptimizer(Reports):
             if not begun:
                 schedule.undo()
             raise
+        fresh = any(state and not self.state.get(param) for *_, states in built for param, state in states.items())
+        fresh = fresh and all(float(group["lr"]) == 0 for group in groups)
         for mine, plan, states in built:
             self.state.update(states)
             self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(indices or ())))
-        return schedule, plans
+        return schedule, plans, fresh
 
     def _new_plan(self, mine: StepParams, indices: Indices) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
         """Return a plan, its parameters, and their states.
@@ -574,7 +577,7 @@ class KernelOptimizer(Reports):
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
         self._groups = self.param_groups
         if "_given" not in mine:  # a copy
-            self._given, self._firsts = [GivenParams.of(group) for group in self.param_groups], self._first_ids()
+            self._given, self._firsts = [list(group["params"]) for group in self.param_groups], self._first_ids()
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]

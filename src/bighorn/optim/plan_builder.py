@@ -74,7 +74,10 @@ def build(
         _check_grad(info, grads[index])
         builder.add(info, index, here[index])
     plan = builder.plan(here, options_version)
-    return plan, [builder.states[index][0] if index in builder.states else {} for index in range(len(params))]
+    states = [builder.states[index][0] if index in builder.states else {} for index in range(len(params))]
+    for param, state in zip(params, states, strict=True):
+        plan.written.append([param, *(value for value in state.values() if isinstance(value, Tensor))])
+    return plan, states
 
 
 class PlanBuilder:

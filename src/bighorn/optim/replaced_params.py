@@ -8,9 +8,7 @@ fragment on this rank or None.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,36 +20,28 @@ from bighorn.optim.flat_tensors import joining
 from bighorn.optim.param_groups import label_of
 from bighorn.optim.settings import Settings
 
+GivenParams = list[Tensor]
+"""The parameters that a group had when it was added.
 
-@dataclass
-class GivenParams:
-    """The parameters that a group had when it was added."""
-
-    refs: list[weakref.ref[Tensor]]
-    shapes: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, group: Group) -> GivenParams:
-        """Return the present parameters of a group."""
-        return cls([weakref.ref(param) for param in group["params"]], [tuple(param.shape) for param in group["params"]])
-
-    def replaced(self, group: Group) -> bool:
-        """Whether the group has other parameters. Only the first is compared, since this runs at every step."""
-        params = group["params"]
-        return bool(params) and (not self.refs or self.refs[0]() is not params[0])
-
-    def flattened(self, group: Group, known: set[int]) -> bool:
-        """Whether plain tensors of one dim are in place of other shapes; `known` has ids of all given parameters."""
-        params: Sequence[Tensor] = group["params"]
-        flat = all(type(param) in PLAIN and param.dim() == 1 and id(param) not in known for param in params)
-        return flat and [tuple(param.shape) for param in params] != self.shapes
-
-    def params(self) -> list[Tensor | None]:
-        """The parameters; None for one that exists no more."""
-        return [ref() for ref in self.refs]
+These are no weak references: `torch.utils.swap_tensors`, by which `model.to()` converts distributed tensors and
+wrappers, refuses a tensor that has one (torch 2.13).
+"""
 
 
-def unmapped_reason(params: Sequence[Tensor | None]) -> str | None:
+def replaced(group: Group, given: GivenParams) -> bool:
+    """Whether the group has other parameters. Only the first is compared, since this runs at every step."""
+    params = group["params"]
+    return bool(params) and (not given or given[0] is not params[0])
+
+
+def _flattened(group: Group, given: GivenParams, known: set[int]) -> bool:
+    """Whether plain tensors of one dim are in place of other shapes; `known` has ids of all given parameters."""
+    params: Sequence[Tensor] = group["params"]
+    flat = all(type(param) in PLAIN and param.dim() == 1 and id(param) not in known for param in params)
+    return flat and [param.shape for param in params] != [param.shape for param in given]
+
+
+def unmapped_reason(params: GivenParams) -> str | None:
     """The reason why parameters have no such map, with the remedy, or None."""
     if any(hasattr(param, "ds_id") for param in params):
         return "DeepSpeed's ZeRO-3 has done so, which cannot be served: use ZeRO 1 or 2, or fully_shard"
@@ -63,7 +53,7 @@ def unmapped_reason(params: Sequence[Tensor | None]) -> str | None:
     return None
 
 
-def layout_of(params: Sequence[Tensor | None], names: Sequence[str], flat: Tensor) -> FlatLayout:
+def layout_of(params: GivenParams, names: Sequence[str], flat: Tensor) -> FlatLayout:
     """Return the layout of a group's flat tensor, which DeepSpeed has put in place of the group's parameters.
 
     Raises:
@@ -71,7 +61,7 @@ def layout_of(params: Sequence[Tensor | None], names: Sequence[str], flat: Tenso
     """
     fragments, group = [], None
     for param, name in zip(params, names, strict=True):
-        if param is None or not hasattr(param, "_hp_mapping"):
+        if not hasattr(param, "_hp_mapping"):
             continue  # a frozen parameter
         group, mapping = param._dp_group, param._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
@@ -96,10 +86,10 @@ def adopted(
     Raises:
         ValueError: No map says what the flat tensor holds, or it cannot be optimized.
     """
-    given = all_given[index]
-    if not given.flattened(group, {id(param) for each in all_given for param in each.params() if param is not None}):
+    params = all_given[index]
+    if not _flattened(group, params, {id(param) for given in all_given for param in given}):
         return None
-    what, params = f"param_groups[{index}]", given.params()
+    what = f"param_groups[{index}]"
     reason = unmapped_reason(params)
     if reason is None and len(group["params"]) > 1:
         reason = "they are several, where DeepSpeed's map is for one"

@@ -238,6 +238,8 @@ class StepPlan:
     """The rows of each parameter, counted through all buckets."""
     options_version: int
     """The version of the buckets' options."""
+    written: list[list[Tensor]] = field(default_factory=list)
+    """Each parameter, and the tensors of its state."""
     present: list[bool] = field(default_factory=list)
     """Whether each parameter takes part in this step."""
     stepped: list[bool] = field(default_factory=list)
@@ -292,10 +294,13 @@ class StepPlan:
                 reduce_group.all_reduce(parts)
 
     def release(self) -> None:
-        """Release the gradients, after the step."""
+        """Release the gradients after the step, and tell autograd which tensors it has written."""
         for bucket_plan in self.buckets:
             bucket_plan.release()
         self.stepped = self.present
+        # Autograd may have saved these tensors; compiled kernels do not increment their version counters.
+        stepped = itertools.compress(self.written, self.present)
+        torch.autograd.graph.increment_version(list(itertools.chain.from_iterable(stepped)))
 
     def step_labels(self) -> list[str]:
         """The labels of the rows that took part in the last step."""

@@ -299,8 +299,16 @@ class StepPlan:
             bucket_plan.release()
         self.stepped = self.present
         # Autograd may have saved these tensors; compiled kernels do not increment their version counters.
-        stepped = itertools.compress(self.written, self.present)
-        torch.autograd.graph.increment_version(list(itertools.chain.from_iterable(stepped)))
+        torch.autograd.graph.increment_version(
+            self.all_written
+            if all(self.present)
+            else list(itertools.chain.from_iterable(itertools.compress(self.written, self.present)))
+        )
+
+    @cached_property
+    def all_written(self) -> list[Tensor]:
+        """The tensors that a step of all parameters writes."""
+        return list(itertools.chain.from_iterable(self.written))
 
     def step_labels(self) -> list[str]:
         """The labels of the rows that took part in the last step."""

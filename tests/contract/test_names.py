@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -304,3 +304,126 @@ def test_a_callable_gets_the_bare_name() -> None:
     net = compiled(model())
     step(net, Lamb(net.named_parameters(), lr=0.1, exclude_from_weight_decay=excluded))
     assert seen == NAMES
+
+
+def named(names: Sequence[str], shape: tuple[int, int] = (3, 4)) -> list[tuple[str, nn.Parameter]]:
+    return [(name, nn.Parameter(torch.ones(shape))) for name in names]
+
+
+def stepped(kind: Kind, groups: Sequence[Sequence[str]], **options: Any) -> Any:
+    """Return an optimizer that has stepped; the gradient of a parameter follows from its name."""
+    optimizer = kind([{"params": named(names)} for names in groups], lr=0.1, weight_decay=0.1, **options)
+    step_by_name(optimizer)
+    return optimizer
+
+
+def step_by_name(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            param.grad = torch.linspace(-1, sum(map(ord, name)) / 100, param.numel()).view_as(param)
+    optimizer.step()
+
+
+def by_name(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        name: optimizer.state[param]["exp_avg"]
+        for group in optimizer.param_groups
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [["key", "query", "norm"]],
+        [["key"], ["norm", "query"]],
+        [["norm", "key"], ["query"]],
+        [["module.key", "module.norm"], ["module.query"]],
+    ],
+    ids=str,
+)
+def test_state_is_loaded_by_name(groups: list[list[str]], kind: Kind, backend: str) -> None:
+    """Query and key in another order once exchanged their moments."""
+    sizes = [len(names) for names in groups]
+    names = iter(["query", "key", "norm"])
+    saved = stepped(kind, [[next(names) for _ in range(size)] for size in sizes], backend=backend)
+    loaded = kind([{"params": named(each)} for each in groups], lr=0.5, weight_decay=0.1, backend=backend)
+    before = names_of(loaded)
+    state_dict = saved.state_dict()
+    state_dict["state"] = {key: state_dict["state"][key] for key in (2, 0, 1)}
+    loaded.load_state_dict(state_dict)
+    assert names_of(loaded) == before == [name.removeprefix("module.") for each in groups for name in each]
+    theirs, ours = by_name(saved), by_name(loaded)
+    assert all(ours[name].equal(theirs[name]) for name in ("query", "key", "norm"))
+    assert [group["lr"] for group in loaded.param_groups] == [0.1] * len(groups)
+
+
+def test_groups_of_models_with_equal_names_are_loaded_group_by_group(kind: Kind) -> None:
+    saved = kind([{"params": named("ab")}, {"params": named("ab")}], lr=0.1)
+    for i, param in enumerate(param for group in saved.param_groups for param in group["params"]):
+        param.grad = torch.full((3, 4), i + 1.0)
+    saved.step()
+    loaded = kind([{"params": named("ba")}, {"params": named("ab")}], lr=0.1)
+    loaded.load_state_dict(saved.state_dict())
+    order = [saved.state[param]["exp_avg"] for group in saved.param_groups for param in group["params"]]
+    found = [loaded.state[param]["exp_avg"] for group in loaded.param_groups for param in group["params"]]
+    assert all(ours.equal(order[i]) for ours, i in zip(found, (1, 0, 2, 3), strict=True))
+
+
+def test_other_names_stay_and_are_told(kind: Kind) -> None:
+    """A model's names decide about exclusions, telemetry and random bits, also after another model's are loaded."""
+    saved = stepped(kind, [["backbone.weight", "head"]])
+    loaded = kind(named(["encoder.weight", "head"]), lr=0.1, weight_decay=0.1, exclude_from_weight_decay=["encoder"])
+    with pytest.warns(UserWarning, match=r"by position: 'backbone\.weight' for 'encoder\.weight'$") as told:
+        loaded.load_state_dict(saved.state_dict())
+    assert [each.filename for each in told] == [__file__]
+    assert names_of(loaded) == ["encoder.weight", "head"]
+    assert by_name(loaded)["encoder.weight"].equal(by_name(saved)["backbone.weight"])
+    encoder, head = loaded.param_groups[0]["params"]
+    with torch.no_grad():
+        encoder.fill_(1e6)
+        head.fill_(1e6)
+    step_by_name(loaded)
+    assert list(loaded.telemetry().names) == ["encoder.weight", "head"]
+    decayed = kind(named(["encoder.weight", "head"]), lr=0.1, weight_decay=0.1)
+    with pytest.warns(UserWarning, match="by position"):
+        decayed.load_state_dict(saved.state_dict())
+    with torch.no_grad():
+        for param in decayed.param_groups[0]["params"]:
+            param.fill_(1e6)
+    step_by_name(decayed)
+    assert decayed.param_groups[0]["params"][1].equal(head)
+    assert not decayed.param_groups[0]["params"][0].equal(encoder)
+
+
+def test_a_model_without_names_gets_none_from_a_checkpoint(kind: Kind) -> None:
+    saved = stepped(kind, [["a", "b"]])
+    loaded = kind([param for _, param in named("xy")], lr=0.1)
+    loaded.load_state_dict(saved.state_dict())
+    assert "param_names" not in loaded.param_groups[0]
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\.params\[1\] has shape \(3, 4\).*\(5, 4\)"):
+        kind([param for _, param in (*named("x"), *named("y", (5, 4)))], lr=0.1).load_state_dict(saved.state_dict())
+
+
+def test_a_distributed_checkpoint_of_reordered_parameters(kind: Kind) -> None:
+    """DCP has parameters in the model's order, and beside them the names in the order of the saved one."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    net, other = (nn.ParameterDict(named(names)) for names in ("qk", "kq"))
+    optimizer = kind(net.named_parameters(), lr=0.1)
+    step_by_name(optimizer)
+    loaded = kind(other.named_parameters(), lr=0.1)
+    set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(net, optimizer))
+    theirs, ours = by_name(optimizer), by_name(loaded)
+    assert names_of(optimizer) != names_of(loaded)
+    assert all(ours[name].equal(theirs[name]) for name in "qk")
+
+
+def test_a_checkpoint_of_adamw_is_loaded_by_name() -> None:
+    theirs, ours = named(["query", "key"]), named(["key", "query"])
+    adamw = torch.optim.AdamW(theirs, lr=0.1)
+    step_by_name(adamw)
+    lamb = Lamb(ours, lr=0.1, adam=True, decay_mode="decoupled")
+    with pytest.warns(UserWarning, match="torch's AdamW"):
+        lamb.load_state_dict(adamw.state_dict())
+    assert all(by_name(lamb)[name].equal(by_name(adamw)[name]) for name in ("query", "key"))

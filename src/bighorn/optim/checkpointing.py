@@ -5,16 +5,18 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
+from bighorn.names import unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
 from bighorn.optim.flat_tensors import state_specs
-from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of
+from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of, loaded_prefix, names_in
 from bighorn.optim.state import init_or_validate_state, local_view
 from bighorn.optim.step_plan import StepPlan
 
@@ -89,6 +91,44 @@ def converted(
                 states[key] = row.state(group, states[key])
     warnings.warn(_note(row, groups, current, max_grad_norm), ConvertedStateWarning, stacklevel=3)
     return {**state_dict, "state": states, "param_groups": ours}
+
+
+def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str, Any]:
+    """Return a checkpoint with its parameters in the order of the model's, if both have the same names.
+
+    torch loads by position, and so does this function, with a warning, where names differ. A checkpoint from
+    torch.distributed.checkpoint has names in place of indices, and is in the model's order already.
+
+    Args:
+        state_dict: A dict with `state` and `param_groups`.
+        current: The groups of the optimizer that it is loaded into.
+    """
+    groups = state_dict["param_groups"]
+    prefix = loaded_prefix(groups, current)
+    theirs = [(i, unwrapped(name, prefix)) for i, group in enumerate(groups) for name in names_in(group)]
+    ours = [(i, name) for i, group in enumerate(current) for name in names_in(group)]
+    keys, sizes = [key for group in groups for key in group["params"]], [len(group["params"]) for group in groups]
+    fits = sizes == [len(group["params"]) for group in current] and len(set(theirs)) == len(ours) == len(keys)
+    if theirs == ours or not fits or any(isinstance(key, str) for key in keys):
+        return state_dict  # torch refuses other sizes
+    names, own = ([name for _, name in each] for each in (theirs, ours))
+    if set(theirs) == set(ours):  # groups may hold models with equal names
+        loaded: dict[Any, Any] = dict(zip(theirs, keys, strict=True))
+        ordered = [loaded[each] for each in ours]
+    elif set(names) == set(own) and len(set(own)) == len(own):
+        loaded = dict(zip(names, keys, strict=True))
+        ordered = [loaded[name] for name in own]
+    else:
+        pairs = [f"{name!r} for {mine!r}" for name, mine in zip(names, own, strict=True) if name != mine]
+        warnings.warn(
+            f"state_dict has other parameter names than the model, so its state is loaded by position: "
+            f"{', '.join(pairs[:3])}{', ...' * (len(pairs) > 3)}",
+            stacklevel=3,
+        )
+        return state_dict
+    rest = iter(ordered)
+    moved = [{**group, "params": list(islice(rest, size))} for group, size in zip(groups, sizes, strict=True)]
+    return {**state_dict, "param_groups": moved}
 
 
 class OpaqueState:

@@ -24,7 +24,14 @@ from bighorn.distributed.flat import FlatParams
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.algorithm import Algorithm, Group, Variant
-from bighorn.optim.checkpointing import check_structure, converted, loaded_states, only_initialises, wrap
+from bighorn.optim.checkpointing import (
+    check_structure,
+    converted,
+    in_model_order,
+    loaded_states,
+    only_initialises,
+    wrap,
+)
 from bighorn.optim.param_groups import Order
 from bighorn.optim.param_info import Indices, ParamInfo, check_backend, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
@@ -544,6 +551,9 @@ class KernelOptimizer(Reports):
         Checkpoints of torch's Adam and AdamW, timm's Lamb, apex's FusedLAMB and came-pytorch's CAME are converted, with
         a `ConvertedStateWarning` that describes how.
 
+        The names of the parameters stay those of the model. If the checkpoint has the same names, each parameter gets
+        the state of its name. Otherwise state is loaded by position, as torch does, with a warning if names differ.
+
         Args:
             state_dict: A dict with `state` and `param_groups`; options in its groups override the present ones.
 
@@ -555,6 +565,7 @@ class KernelOptimizer(Reports):
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
         state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
+        state_dict = in_model_order(state_dict, self.param_groups)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: wrap(loaded))
         try:
             super().load_state_dict(state_dict)
@@ -566,9 +577,8 @@ class KernelOptimizer(Reports):
         mine = self.__dict__  # empty while unpickling
         defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not exist yet
         current = mine.get("param_groups", state["param_groups"])
-        prefix = param_groups.loaded_prefix(state["param_groups"], current)
         groups = [
-            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"), prefix)
+            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"))
             for i, group in enumerate(state["param_groups"])
         ]
         flat = state["_flat"] if "_flat" in state else self._flat  # noqa: SIM401 - a copy has none yet

@@ -64,14 +64,16 @@ def prefix_of(params: list[Any], settings: Settings) -> str | None:
     return common_prefix(names) if names or named_already else None
 
 
+def names_in(group: Group) -> list[str]:
+    """The names of the parameters of a group, which may be a damaged one; empty if it has none."""
+    names = group.get("param_names")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, (list, tuple)) else []
+
+
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
     """The prefix that wrappers add to the names in a checkpoint and not to the current names."""
-    lists = [names for group in groups if isinstance(names := group.get("param_names"), (list, tuple))]
-    loaded = [name for names in lists for name in names if isinstance(name, str)]
-    own = [name for group in current for name in group.get("param_names", ())]
-    if loaded == own:
-        return ""
-    return common_prefix(loaded).removeprefix(common_prefix(own))
+    loaded, own = ([name for group in each for name in names_in(group)] for each in (groups, current))
+    return "" if loaded == own else common_prefix(loaded).removeprefix(common_prefix(own))
 
 
 def joining(
@@ -225,10 +227,8 @@ def _checked_names(names: object, count: int, prefix: str) -> list[str]:
     return names
 
 
-def loaded(
-    index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None, prefix: str
-) -> Group:
-    """Return a group of a checkpoint, checked; options that it does not have are those of `current`.
+def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None) -> Group:
+    """Return a group of a checkpoint, checked; names, and options that it does not have, are those of `current`.
 
     Raises:
         ValueError: It is of a newer format, or holds a key or an option that cannot be used.
@@ -242,8 +242,10 @@ def loaded(
             **group,
         }
         check_keys(group, algorithm, "the group")
-        if "param_names" in group and group["param_names"] != current.get("param_names"):
-            group["param_names"] = _checked_names(group["param_names"], len(group["params"]), prefix)
+        if "param_names" in group:
+            _checked_names(group.pop("param_names"), len(group["params"]), "")
+        if "param_names" in current:
+            group["param_names"] = current["param_names"]
         version = group[VERSION]
         if type(version) is not int or not 1 <= version <= FORMAT:
             raise ValueError(

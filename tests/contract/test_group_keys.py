@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
 from bighorn.arguments import OF_SGD
+from bighorn.schedules import WarmUp
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import assert_bitwise, backward, model
@@ -105,6 +107,7 @@ def stepping(kind: Kind, keys: dict[str, Any], late: bool) -> tuple[torch.nn.Mod
     net = model()
     given = {} if late else keys
     optimizer = kind([{"params": list(net.named_parameters()), **given}], lr=0.1)
+    optimizer.param_groups[0].update(lr=0.05, weight_decay=0.02)  # as the framework's scheduler
     backward(net)
     if late:
         optimizer.step()
@@ -207,3 +210,69 @@ def test_tools_may_write_options_of_sgd_later(name: str, kind: Kind) -> None:
 def test_the_page_lists_the_frameworks() -> None:
     text = " ".join(PAGE.read_text().split())
     assert [framework for framework in FRAMEWORKS if framework != "others" and framework not in text] == []
+
+
+MULTIPLIED = {
+    "lr_scale": "lr",
+    "lr_mult": "lr",
+    "lr_multiplier": "lr",
+    "wd_mult": "weight_decay",
+    "decay_mult": "weight_decay",
+}
+
+
+@pytest.mark.parametrize("key", MULTIPLIED)
+def test_a_multiplier_multiplies_a_schedule(key: str, kind: Kind, backend: str) -> None:
+    """Two groups with different `lr_scale` once got one rate from a schedule."""
+    name = MULTIPLIED[key]
+    params, others = ([Parameter(torch.ones(2, 3)) for _ in range(2)] for _ in range(2))
+    schedule = WarmUp(0.2, 2, from_zero=False)
+    options: Any = {"lr": 0.1, "weight_decay": 0.1, name: schedule, "backend": backend}
+    keys: list[dict[str, Any]] = [{key: 0.5}, {name: 0.5 * schedule}]
+    scaled, given = (
+        kind([{"params": each[:1], **own}, {"params": each[1:]}], **options)
+        for each, own in zip((params, others), keys, strict=True)
+    )
+    for _ in range(3):
+        for param in (*params, *others):
+            param.grad = torch.full((2, 3), 0.5)
+        scaled.step()
+        given.step()
+        assert [group[name] for group in scaled.param_groups] == [group[name] for group in given.param_groups]
+        assert scaled.param_groups[0][name] == 0.5 * scaled.param_groups[1][name] > 0
+    assert scaled.param_groups[0][key] == 0.5
+    torch.testing.assert_close(params, others, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("key", MULTIPLIED)
+def test_a_multiplier_that_nothing_reads_is_refused(key: str, kind: Kind) -> None:
+    name, net = MULTIPLIED[key], model()
+    optimizer = kind([{"params": list(net.named_parameters()), key: 0.5}], lr=0.25, weight_decay=0.25)
+    backward(net)
+    said = rf"param_groups\[0\]: {key}=0\.5 changes nothing.*{name}=0\.25.*{name}=0\.125 itself, or remove {key}"
+    with refused(list(net.parameters()), optimizer, ValueError, said):
+        optimizer.step()
+    optimizer.param_groups[0][name] = 0.125
+    optimizer.step()
+
+
+def test_a_multiplier_must_be_a_number(kind: Kind) -> None:
+    with pytest.raises(TypeError, match="lr_scale must be a number, not 'half'"):
+        kind([{"params": [Parameter(torch.ones(2))], "lr_scale": "half"}], lr=WarmUp(0.2, 2))
+
+
+@pytest.mark.parametrize("keys", [{"lars_exclude": True}, {"LARS_exclude": True}, {"layer_adaptation": False}], ids=str)
+@pytest.mark.parametrize("kind", [Lamb, Lars], indirect=True)
+def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, bool], kind: Kind) -> None:
+    """They exclude from the trust ratio alone, as the LARS of OpenSelfSup and I-JEPA do; decay is the group's."""
+    runs = []
+    for options in (keys, {"adapt": False}, {}, {key: not value for key, value in keys.items()}):
+        param = Parameter(torch.ones(2, 3))
+        optimizer = kind([{"params": [param], **options}], lr=0.1, weight_decay=0.1)
+        assert not options.keys() & keys.keys() & optimizer.param_groups[0].keys()
+        param.grad = torch.linspace(-1, 1, 6).view(2, 3)
+        optimizer.step()
+        runs.append(param)
+    assert runs[0].equal(runs[1])
+    assert runs[2].equal(runs[3])
+    assert not runs[0].equal(runs[2])

@@ -434,6 +434,9 @@ class KernelOptimizer(Reports):
             if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
                 self._forget_plans()
             if not self._agreed:
+                for index, (group, own) in enumerate(zip(self.param_groups, self._scheduled, strict=True)):
+                    with checks.about(f"param_groups[{index}]"):
+                        param_groups.refuse_unread(group, own, self.defaults)
                 if any(self._flat) or sharding.any_distributed(self.in_order()):
                     infos = self._param_infos(self.param_groups)
                     check_agreement(infos, self.param_groups, self.algorithm.options, self._settings)

@@ -6,18 +6,20 @@ keeps there; it is kept, saved and loaded, as torch does with all keys.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bighorn.arguments import NOT_OURS, OF_SGD, asked_for, brief, checked, integer, misspells, refuse_unknown
+from bighorn.arguments import NOT_OURS, OF_SGD, asked_for, brief, checked, integer, misspells, number, refuse_unknown
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, listed, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
+from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
 
@@ -39,6 +41,41 @@ FORMAT = 1
 
 NO_OPTIONS = (*LABELS, COUNT, VERSION)
 """All keys besides options that mean something here. Every method of saving keeps groups, hence the last two."""
+
+
+MULTIPLIERS = {
+    "lr": ("lr_scale", "lr_mult", "lr_multiplier"),
+    "weight_decay": ("wd_mult", "wd_multiplier", "decay_mult"),
+}
+"""Keys by which the schedulers of timm, BEiT, DINOv2, MMEngine and Megatron-LM multiply an option of their group."""
+
+NOT_ADAPTED = {"lars_exclude": True, "layer_adaptation": False}
+"""Keys of other LARS that switch the trust ratio of a group off, with the value that does; I-JEPA has LARS_exclude."""
+
+
+def multiplier(group: Group, name: str) -> float:
+    """The factor by which a group multiplies the schedule of an option."""
+    given = [key for key in MULTIPLIERS[name] if group.get(key) is not None]
+    return math.prod(number(key, group[key]) for key in given)
+
+
+def refuse_unread(group: Group, scheduled: Container[str], defaults: Group) -> None:
+    """Raise for a multiplier that nothing has read before the first step.
+
+    Raises:
+        ValueError: An option is still the optimizer's default, although the group has a multiplier of it.
+    """
+    for name, keys in MULTIPLIERS.items():
+        value = group[name]
+        if name in scheduled or (isinstance(value, Tensor) and value.device.type != "cpu"):
+            continue  # the host would wait for the value
+        if value != 0 and value == defaults.get(name) and multiplier(group, name) != 1:
+            key = next(key for key in keys if group.get(key) not in (None, 1))
+            raise ValueError(
+                f"{key}={group[key]!r} changes nothing, since no scheduler has multiplied {name}={float(value):g} by "
+                f"it: give {name} as a schedule of bighorn.schedules, which is multiplied by it, give the group "
+                f"{name}={float(value) * multiplier(group, name):g} itself, or remove {key}"
+            )
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -107,6 +144,9 @@ def joining(
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
+    for key in [key for key in group if str(key).lower() in NOT_ADAPTED and "adapt" in algorithm.options]:
+        if group.pop(key) is NOT_ADAPTED[key.lower()]:
+            group["adapt"] = False
     check_keys(group, algorithm, "a parameter group", given=True)
     group.update(checked(algorithm.options, group))
     group["params"] = named(group["params"], settings.names)
@@ -153,20 +193,21 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
         group: The group.
         algorithm: The algorithm, which declares the options.
         where: The group in words, for the message.
-        given: Whether the user has given the group: then options of torch.optim.SGD are refused as well. Into a group
-            that the optimizer has already, tools write them, as momentum schedulers do with `momentum`.
+        given: Whether the user has given the group: then options of other packages, and of torch.optim.SGD, are refused
+            as well. Existing groups may hold these keys, since momentum schedulers write them.
 
     Raises:
         TypeError: There is such a key, or one that is not a string.
     """
     options = list(algorithm.options)
-    for key in asked_for(group):
+    elsewhere, off_is_ours = (ELSEWHERE, OFF_IS_OURS) if given else (NOT_OURS, NOT_OURS)
+    for key in asked_for(group, off_is_ours):
         if not isinstance(key, str):
             raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
         if key in NO_OPTIONS or key in options or key in CHECKS or (key in OF_SGD and not given):
             continue
-        if key in NOT_OURS:
-            refuse_unknown([key], options, where)
+        if key in elsewhere:
+            refuse_unknown([key], options, where, elsewhere)
         if others := dict.fromkeys(other.name.capitalize() for other in Algorithm.known if key in other.options):
             raise TypeError(
                 f"{where} got {key!r}, an option of {' and '.join(others)} but not of this optimizer: remove it, or "

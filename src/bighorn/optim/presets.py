@@ -325,7 +325,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
     "trust_coeff": ("timm", "use trust_coefficient of Lars"),
     "eta": ("Barlow Twins", "use trust_coefficient of Lars"),
-    "lars_adaptation_filter": ("Barlow Twins", "use exclude_from_layer_adaptation"),
+    "lars_adaptation_filter": ("Barlow Twins", "use exclude_from_layer_adaptation of the constructor"),
+    "weight_decay_filter": ("Barlow Twins", "use exclude_from_weight_decay of the constructor"),
+    "trust_ratio": ("other packages", "use adapt=False in the groups that have none", "always_adapt"),
     "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
 }
 """Arguments of other packages' LAMBs and CAMEs, as `NOT_OURS`. Only CAME takes a pair of eps, and clip_threshold."""
@@ -333,7 +335,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),
     ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
-    ("reduced_precision_dtype",),
+    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter"),
 )
 """Arguments that ask for what is the default here if they are off; adam_w_mode=False, for one, does not."""
 

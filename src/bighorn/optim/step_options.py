@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bighorn.arguments import StepFunction, about, checked, number
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_groups import COUNT, check_keys
+from bighorn.optim.param_groups import COUNT, check_keys, multiplier
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
@@ -59,6 +59,11 @@ def value_at(name: str, schedule: StepFunction, step: int) -> float:
         raise kind(f"the schedule of {name} at step {step}: {error}") from error
 
 
+def value_in(group: Group, name: str, schedule: StepFunction) -> float:
+    """Return the value of a schedule for a group, as timm's schedulers compute it: times the group's `lr_scale`."""
+    return value_at(name, schedule, group[COUNT]) * multiplier(group, name)
+
+
 def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
     """Attach the schedules in a group, and write their present values into the group instead."""
     for name in SCHEDULED:
@@ -66,7 +71,7 @@ def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
             continue
         schedule = group[name]
         if name not in scheduled or scheduled[name].schedule is not schedule:
-            value = value_at(name, schedule, group[COUNT])
+            value = value_in(group, name, schedule)
             scheduled[name] = ScheduledOption(schedule, value, value)
         group[name] = scheduled[name].left
 
@@ -93,8 +98,7 @@ class ScheduleStep:
             if own:  # else there is no error to prefix
                 with about(f"param_groups[{index}]"):
                     values += [
-                        (group, name, driven, value_at(name, driven.schedule, group[COUNT]))
-                        for name, driven in own.items()
+                        (group, name, driven, value_in(group, name, driven.schedule)) for name, driven in own.items()
                     ]
         for group, name, driven, value in values:
             group[name] = driven.written = value

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bighorn.schedules.decay import Cosine, Exponential, Inverse, NaturalExp, Polynomial, RelativeStep
 from bighorn.schedules.large_batch import large_batch, scaled_lr
-from bighorn.schedules.schedule import Chain, Schedule, WarmUp
+from bighorn.schedules.schedule import Chain, Scaled, Schedule, WarmUp
 from bighorn.schedules.values import PiecewiseConstant, Values
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PiecewiseConstant",
     "Polynomial",
     "RelativeStep",
+    "Scaled",
     "Schedule",
     "Values",
     "WarmUp",

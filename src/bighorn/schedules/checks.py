@@ -58,6 +58,7 @@ def plain(value: object) -> object:
 CHECKS: dict[str, Callable[[str, object], object]] = {
     "lr": check_value,
     "end_lr": check_value,
+    "factor": check_value,
     "decay_rate": _check_positive,
     "power": _check_positive,
     "decay_steps": check_length,

@@ -49,6 +49,17 @@ class Schedule(ABC):
         """
         return [self(step) for step in range(integer("steps", steps))]
 
+    def __mul__(self, factor: float) -> Scaled:
+        """Return this schedule times a number of at least 0.
+
+        Example:
+            >>> (WarmUp(lr=1.0, warmup_steps=4) * 0.1).as_list(3)
+            [0.0, 0.025, 0.05]
+        """
+        return Scaled(self, factor)
+
+    __rmul__ = __mul__
+
     def then(self, second: Callable[[int], float], at: int) -> Chain:
         """Return this schedule before step `at`, followed by another one, whose steps start at 0 again.
 
@@ -130,3 +141,24 @@ class Chain(Schedule):
 
     def _at(self, step: int) -> float:
         return self.first(step) if step < self.at else self.second(step - self.at)
+
+
+@knows_its_keywords
+@dataclass(frozen=True)
+class Scaled(Schedule):
+    """first(s) * factor, as `Schedule.__mul__` returns it.
+
+    Args:
+        first: A schedule, or any callable from the step to a number.
+        factor: The factor, at least 0.
+
+    Example:
+        >>> Scaled(WarmUp(1.0, 2), 10.0).as_list(3)
+        [0.0, 5.0, 10.0]
+    """
+
+    first: Callable[[int], float]
+    factor: float
+
+    def _at(self, step: int) -> float:
+        return self.first(step) * self.factor

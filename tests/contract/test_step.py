@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -377,3 +378,67 @@ def test_a_graph_from_before_the_step_is_refused(saved: str, way: str, kind: Kin
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         changed.backward()  # type: ignore[no-untyped-call]
     unchanged.backward()  # type: ignore[no-untyped-call]  # a parameter without a gradient is not written
+
+
+def test_a_second_thread_is_refused_while_one_is_in_a_step(kind: Kind, backend: str) -> None:
+    """Three threads once lost counts of steps without an error."""
+    param = Parameter(torch.ones(3, 4))
+    optimizer: Any = kind([param], lr=0.1, backend=backend)
+    param.grad = torch.ones(3, 4)
+    optimizer.step()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def wait(_: int) -> None:
+        begun.set()
+        may_end.wait(timeout=60)
+
+    thread = threading.Thread(target=optimizer.step_in_parts, args=([[param]], wait))
+    thread.start()
+    begun.wait(timeout=60)
+    with refused([param], optimizer, RuntimeError, "two threads step one optimizer at once"):
+        optimizer.step()
+    may_end.set()
+    thread.join()
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 3
+
+
+def test_a_parameter_without_rows_whose_state_is_in_blocks(kind: Kind, backend: str) -> None:
+    """It once ended foreach's step in a ZeroDivisionError, after others had stepped."""
+    params = [Parameter(torch.ones(16, 16)), Parameter(torch.empty(0, 128))]
+    serves = "auto" if kind is Lars and backend == "cpu" else backend
+    optimizer = kind(params, lr=0.1, state_dtype="int8", min_8bit_size=0, backend=serves)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
+
+
+@pytest.mark.parametrize("way", ["step", "step_in_parts", "step_param"])
+def test_parameters_that_two_groups_exchange_have_the_options_of_their_new_group(
+    way: str, kind: Kind, backend: str
+) -> None:
+    params = [Parameter(torch.ones(3, 4)) for _ in range(4)]
+    pairs = [(f"w{i}", param) for i, param in enumerate(params)]
+    groups: list[dict[str, Any]] = [{"params": pairs[:2]}, {"params": pairs[2:], "lr": 0.5}]
+    optimizer: Any = kind(groups, lr=0.1, backend=backend)
+
+    def rates() -> dict[str, float]:
+        for param in params:
+            param.grad = torch.ones(3, 4)
+        if way == "step_in_parts":
+            optimizer.step_in_parts([[param] for param in params], lambda _: None)
+        else:
+            for param in params if way == "step_param" else ():
+                optimizer.step_param(param)
+            optimizer.step()
+        found = optimizer.telemetry()
+        return {name: round(rate, 3) for name, rate in zip(found.names, found.lr.tolist(), strict=True)}
+
+    rates()
+    assert rates() == {"w0": 0.1, "w1": 0.1, "w2": 0.5, "w3": 0.5}
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        first[key][1], second[key][1] = second[key][1], first[key][1]
+    assert rates() == rates() == {"w0": 0.1, "w3": 0.1, "w2": 0.5, "w1": 0.5}

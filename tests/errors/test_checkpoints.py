@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lars
+from bighorn import Came, ConvertedStateWarning, Lamb, Lars
+from bighorn.kernels import codec
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, stepped, weights
 from tests.support.tables import for_every
@@ -156,3 +157,27 @@ def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
     message = rf"param_groups\[0\].*'\w+', an option of {have} but not of this optimizer: remove it, or use {use}$"
     with refused(parameters, optimizer, ValueError, message):
         optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lars], indirect=True)
+def test_codes_in_float16_without_their_scales(kind: Kind) -> None:
+    params = [("w", Parameter(torch.ones(64, 64)))]
+    optimizer = kind(params, lr=0.1, state_dtype="float16")
+    params[0][1].grad = torch.ones(64, 64)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {name: value for name, value in saved["state"][0].items() if not name.endswith("_scale")}
+    with refused([params[0][1]], optimizer, ValueError, "'exp_avg' of w is in float16 without its scales, exp_avg_sc"):
+        optimizer.load_state_dict(saved)
+
+
+def test_moments_of_float16_weights_of_another_package_have_no_scales() -> None:
+    param = Parameter(torch.ones(64, 64, dtype=torch.float16))
+    adamw = torch.optim.AdamW([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    adamw.step()
+    lamb = Lamb([param], lr=0.1, state_dtype="float16")
+    with pytest.warns(ConvertedStateWarning):
+        lamb.load_state_dict(adamw.state_dict())
+    state = lamb.state[param]
+    torch.testing.assert_close(codec.dequantize("exp_avg", state), adamw.state[param]["exp_avg"].float())

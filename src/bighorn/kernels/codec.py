@@ -206,6 +206,7 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
         >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
         (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
     scales = blocks.abs().amax(dim=-1)
     scales = torch.where(scales.isfinite(), scales, math.nan)
@@ -246,6 +247,7 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
         >>> round(float(expected_error(codes, scales, NIBBLES)), 3)
         0.098
     """
+    codes, scales = codes.flatten(0, scales.dim() - 2), scales.flatten(0, -2)  # layers of a stacked parameter
     low, high = (-7, 7) if form.packed else (-TOP, TOP) if form.dtype.is_signed else (0, 255)
     shares = form.to_share(torch.arange(low, high + 1, dtype=torch.float32, device=codes.device))
     squares = torch.gradient(shares)[0].square() / (12 if form.dtype.is_signed else 6)

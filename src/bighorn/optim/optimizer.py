@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -104,6 +106,8 @@ class KernelOptimizer(Reports):
     """All groups, also while a framework has left only some of them in `param_groups`."""
     _partial: dict[tuple[int, ...], Any]
     """Optimizers that step some of the groups, by the indices of these."""
+    _lock: threading.RLock
+    """Held during a step."""
     _begun: BegunStep | None = None
     """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
@@ -229,7 +233,8 @@ class KernelOptimizer(Reports):
                 checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
-            self._step(None)
+            with self._alone():
+                self._step(None)
         except BaseException:
             # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -265,7 +270,8 @@ class KernelOptimizer(Reports):
         """
         if any(self._flat):
             raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
-        self._step(parts, wait, stepped, square_sum)
+        with self._alone():
+            self._step(parts, wait, stepped, square_sum)
 
     @eager
     @torch.no_grad()
@@ -283,6 +289,10 @@ class KernelOptimizer(Reports):
             RuntimeError: As for `step`; or the parameter has taken this step already.
             ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
         """
+        with self._lock:  # autograd has a thread for each device
+            self._step_param(param, group)
+
+    def _step_param(self, param: Tensor, group: dict[str, Any] | None) -> None:
         if group is not None and not can_step(self, self._begun, param, group):
             return
         if (reason := self.whole_step_reason()) is not None:
@@ -315,6 +325,18 @@ class KernelOptimizer(Reports):
         if (option := self._settings.all_grads_option) is not None:
             return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise if another thread is in a step, since counts and moments of one of them would be lost."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _step(
         self,
@@ -464,6 +486,8 @@ class KernelOptimizer(Reports):
         plans: list[StepPlan] = []
         built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
         schedule = schedule or self._begin()
+        if not begun and (parts is not None or indices is not None):
+            self._plans.begin_parts(self.in_order())
         try:
             if any(self._flat):
                 flat_tensors.check_grads(self.param_groups, self._flat)
@@ -535,7 +559,7 @@ class KernelOptimizer(Reports):
         return infos_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun, self._partial = OptionGuard(), None, {}
+        self._guard, self._begun, self._partial, self._lock = OptionGuard(), None, {}, threading.RLock()
         self._forget_plans()
 
     def _forget_plans(self) -> None:

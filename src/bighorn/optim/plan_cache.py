@@ -113,6 +113,15 @@ class PlanCache:
     """The plans that an optimizer has prepared, by their parameters."""
 
     _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
+    _order: tuple[int, ...] = ()
+    """All parameters at the last step in parts, by their `id`."""
+
+    def begin_parts(self, params: list[Tensor]) -> None:
+        """Drop all plans if the optimizer's parameters have other places now: those of a part do not show that."""
+        order = tuple(map(id, params))
+        if order != self._order:
+            self._plans.clear()
+        self._order = order
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
         """Return the plan of these parameters, bound to this step's gradients, if its guards hold or can be renewed."""
@@ -144,7 +153,8 @@ class PlanCache:
 class GuardInputs(NamedTuple):
     """The values that the guards of a plan compare."""
 
-    group_sizes: list[int]
+    groups: list[tuple[int, list[str] | None]]
+    """The number of parameters of each group, and their names."""
     layouts: list[Layout | None] | None
     """The layouts of gradients; None if all parameters are plain tensors."""
     params: list[Tensor]
@@ -166,7 +176,8 @@ class GuardInputs(NamedTuple):
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
             states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
         kept = addresses(params, *map(dict.values, states))
-        return cls([len(group["params"]) for group in groups], layouts, params, grads, states, kept)
+        sizes_and_names = [(len(group["params"]), group.get("param_names")) for group in groups]
+        return cls(sizes_and_names, layouts, params, grads, states, kept)
 
 
 class PlanGuards:
@@ -178,7 +189,8 @@ class PlanGuards:
 
     def __init__(self, inputs: GuardInputs) -> None:
         grads = [grad for grad in inputs.grads if grad is not None]
-        self._groups_and_layouts = inputs[:2]
+        groups = [(size, None if names is None else [*names]) for size, names in inputs.groups]
+        self._groups_and_layouts = groups, inputs.layouts
         self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # so no address is reused
         self._addresses = inputs.addresses
         self._params_alike = alike(inputs.params)

@@ -184,6 +184,11 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
             rows = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2), old)
             values = out[name] = rows.view(whole)
             del out[f"{name}_scale"]
+        elif new is not None and values.dtype == new.dtype == torch.float16:
+            raise ValueError(
+                f"state {name!r} of {what} is in float16 without its scales, {name}_scale: it is damaged. Load another "
+                "checkpoint, or drop optimizer.state of this parameter"
+            )
         if new is not None and values.is_floating_point() and values.shape == shape:
             like = spec[f"{name}_scale"]
             codes, scales = codec.encode(values.flatten(0, like.dim() - 2), new)

@@ -235,7 +235,10 @@ class Batch(Generic[Options]):
     ) -> None:
         for concat in piece.concats:
             state = {name: tensors[0] for name, tensors in concat.state.items()}
-            shape = (sum(map(len, concat.state["exp_avg"])), concat.x[0].numel() // len(state["exp_avg"]))
+            rows = sum(map(len, concat.state["exp_avg"]))
+            if rows == 0:
+                continue
+            shape = (rows, sum(x.numel() for x in concat.x) // rows)
             shifts = dither(*self._positions(piece, concat, t)).view(shape) if self.needs_rng_key else NEAREST
             for name, all_values in zip(self.moments, moments, strict=True):
                 if not all_values:

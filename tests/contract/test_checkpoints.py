@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.support.optimizer_runs import (
     runs,
     saved_and_loaded,
 )
+from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
 SMALL = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
@@ -308,6 +310,46 @@ def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, bac
         each.zero_grad()
         backward(network, 3)
         each.step()
+    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("way", ["loaded", "set"])
+def test_a_distributed_checkpoint_of_parameters_that_were_never_trained(
+    way: str, flatten: bool, kind: Kind, tmp_path: Path
+) -> None:
+    """docs/sharding.md has the options by which torch loads them."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    dcp: Any = checkpoint
+
+    def train(net: Any, optimizer: torch.optim.Optimizer) -> None:
+        net.last(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    net, other = model(), model()
+    optimizer, fresh = (kind(each.named_parameters(), lr=0.1) for each in (net, other))
+    train(net, optimizer)
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False)
+    state = get_optimizer_state_dict(net, optimizer, options=how)
+    if way == "loaded":
+        with group_of_one():
+            dcp.save(state, checkpoint_id=tmp_path)
+            state = get_optimizer_state_dict(other, fresh, options=how)
+            dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(other, fresh, state, options=how)
+    other.load_state_dict(net.state_dict())
+    for each, of in ((net, optimizer), (other, fresh)):
+        train(each, of)
+        backward(each)  # now all parameters are trained
+        of.step()
     assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
 
 

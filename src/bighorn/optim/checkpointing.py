@@ -153,6 +153,8 @@ def unwrap(state: object) -> object:
     """Return one parameter's state; of an opaque one with copies of the tensors, since torch copies them as well."""
     if not isinstance(state, OpaqueState):
         return state
+    if all(isinstance(value, dict) and not value for value in state.entries.values()):
+        return {}  # torch's flattened state_dict of a parameter that has no state has an empty dict for each entry
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.entries.items()}
 
 

@@ -41,6 +41,9 @@ LOOSE: dict[Kind, float] = {Lamb: 1.0, Came: 4.0, Lars: 1.0}
 ROUNDING_OF_A_MOMENT = 5e-7
 """The rounding error of a moment, relative to its values before and after a step; codes within this error are right."""
 
+ROUNDINGS_OF_A_RATIO = 12
+"""The roundings of m / sqrt(v), of which the largest of a block may be one whose gradient and decay nearly cancel."""
+
 TIE = 2**-6
 """The relative error of results of a momentum that rounding to low precision left different: a code is at most 1/127 of
 the largest in its block, an ulp of bfloat16 at most 2**-7 of the value, and the residual's square doubles either."""
@@ -86,7 +89,14 @@ def rounding_watched() -> Iterator[Bounds]:
             largest = torch.full_like(new[name], 0x77 if form.packed else torch.iinfo(form.dtype).max)
             top = codec.decode(largest, new[f"{name}_scale"], form).view(values.shape)
             old = codec.dequantize(name, like, values.shape)
-            slack = ROUNDING_OF_A_MOMENT * (values.abs() + old.abs()).copysign(values)
+            if form.relative:
+                root = codec.dequantize("exp_avg_sq", like).sqrt().view(values.shape)
+                values, old = (torch.where(root == 0, 0.0, each / root) for each in (values, old))
+            slack = (
+                ROUNDING_OF_A_MOMENT
+                * (ROUNDINGS_OF_A_RATIO if form.relative else 1)
+                * (values.abs() + old.abs()).copysign(values)
+            )
             least = (
                 -top
                 if form.dtype.is_signed or form.packed
@@ -166,7 +176,8 @@ def assert_same_state(
     assert ours.keys() == exact.keys(), what
     assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
     apart = False
-    for key in sorted(ours.keys() - {"step"}):  # the momentum before the residual that is computed from it
+    # The momentum comes before the residual that is computed from it, and the second moment before ratios to it.
+    for key in sorted(ours.keys() - {"step"}, key=lambda key: (key != "exp_avg_sq", key)):
         mine, true, old = real(ours[key]), real(exact[key]), real(before.get(key, torch.zeros_like(exact[key])))
         if mine.dtype in LOW:
             terms = old.abs() + true.abs().amax() if decayed and true.numel() else old
@@ -174,7 +185,9 @@ def assert_same_state(
         elif mine.dtype in (torch.int8, torch.uint8):
             apart |= assert_same_codes(mine, exact[key], bounds, f"{what} {key}", key)
         else:
-            bound = TIE if apart and key.startswith("exp_avg_res") else roundings * TOLERANCE[mine.dtype][2]
+            relative = key == "exp_avg_scale" and codec.form_of("exp_avg", ours) is codec.RATIOS
+            exact_to = TOLERANCE[mine.dtype][2] * (ROUNDINGS_OF_A_RATIO if relative else 1)
+            bound = TIE if apart and (relative or key.startswith("exp_avg_res")) else roundings * exact_to
             assert_norm(mine, true, bound * size(true, old), f"{what} {key}")
     return apart
 

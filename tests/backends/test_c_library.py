@@ -8,11 +8,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn import Parameter
 
 import bighorn
-from bighorn import kernels
+from bighorn import Lars, kernels
 from bighorn.kernels.cpu import abi, library
 from tests.csrc import options_header
 from tests.csrc.compare import differences
@@ -187,3 +190,15 @@ def test_the_barrier_orders_memory(weaker: str | None, tmp_path: Path) -> None:
     else:
         assert process.returncode != 0
         assert "ThreadSanitizer: data race" in process.stderr
+
+
+@needs_the_library
+@pytest.mark.parametrize("state_dtype", ["int8", "int4", torch.float16], ids=str)
+def test_lars_with_state_in_blocks_says_that_it_is_slow(state_dtype: Any) -> None:
+    kernels._warn_of.cache_clear()
+    params = [Parameter(torch.ones(64, 64))]
+    params[0].grad = torch.ones(64, 64)
+    for quiet in (Lars(params, lr=0.1), Lars(params, lr=0.1, state_dtype=state_dtype, backend="foreach")):
+        quiet.step()
+    with pytest.warns(UserWarning, match=r"^a step of Lars .* 30 times .* no momentum of LARS in blocks. Use state_d"):
+        Lars(params, lr=0.1, state_dtype=state_dtype).step()

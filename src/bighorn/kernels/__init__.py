@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
-from bighorn.kernels.cpu.library import cores
+from bighorn.kernels.cpu.library import NO_BLOCKS, cores
 from bighorn.kernels.options import CameOptions, KernelOptions, LambOptions, LarsOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
@@ -163,19 +163,24 @@ def pick(
         if not reason:
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and param.device.type in device.DEVICES and reason == device.broken(param.device):
-            _warn_of(reason)
+            _warn_of(
+                f"bighorn steps without Triton's kernels, which is slower: {reason}. `bighorn doctor` shows more; "
+                'backend="foreach" silences this warning.'
+            )
+        if name == "cpu" and reason == NO_BLOCKS and param.device.type == "cpu":
+            _warn_of(
+                f"a step of {options.algorithm.capitalize()} with a momentum in blocks takes more than 30 times as long "
+                f"on a CPU as one in float32: {reason}. Use state_dtype=None or torch.bfloat16 there; "
+                'backend="foreach" silences this warning.'
+            )
         refusals.append(f"not {name}: {reason}")
     raise AssertionError("the reference serves every tensor")
 
 
 @functools.cache
-def _warn_of(failure: str) -> None:
-    """Warn once that the kernels of a GPU cannot be used, and why."""
-    warnings.warn(
-        f"bighorn steps without Triton's kernels, which is slower: {failure}. `bighorn doctor` shows more; "
-        'backend="foreach" silences this warning.',
-        stacklevel=2,
-    )
+def _warn_of(slowness: str) -> None:
+    """Warn once that steps are slow, and why."""
+    warnings.warn(slowness, stacklevel=2)
 
 
 def _unsupported_reason(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Form:
         to_share: The inverse; the share of the largest code is exactly 1.
         root: Whether the codes represent the square roots of the values, which are squares.
         packed: Whether codes have 4 bits; a byte then has two, and codes of any shape are `[rows, bytes of a row]`.
+        relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
     """
 
     dtype: torch.dtype
@@ -53,6 +54,7 @@ class Form:
     to_share: Callable[[Tensor], Tensor]
     root: bool = False
     packed: bool = False
+    relative: bool = False
 
 
 def _half(share: Tensor, dither: Dither) -> Tensor:
@@ -99,8 +101,17 @@ NIBBLES = Form(
     lambda code: code / 7,
     packed=True,
 )
-"""The form of a first moment in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by less than the
-distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss (benchmarks/results/four-bits.json)."""
+"""The form of CAME's and LARS's momentum in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by
+less than the distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss
+(benchmarks/results/four-bits.json)."""
+
+RATIOS = replace(NIBBLES, relative=True)
+"""The form of LAMB's first moment in 4 bits, as the ratio m / sqrt(v) that its update is made of.
+
+The ratio of an element is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 by default. Codes of m
+itself made steps 14 times as large beside an element with a gradient 100 times as large, and 118 times beside 1,000
+(issue 67).
+"""
 
 SIGNED = _root(torch.int8, 128, 1)
 """The form of LAMB's first moment and LARS's momentum, by its square root: codes are closer for smaller values."""
@@ -132,19 +143,26 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     """
     if f"{name}_scale" not in state:
         return None
-    is_came = "exp_avg_sq_scale" not in state and any(key.startswith("exp_avg_sq") for key in state)
+    is_lamb = "exp_avg_sq_scale" in state
+    is_came = not is_lamb and any(key.startswith("exp_avg_sq") for key in state)
     form = MOMENT_FORMS[name].get(state[name].dtype)
+    if form is NIBBLES:
+        return RATIOS if is_lamb else NIBBLES
     return LINEAR if is_came and form is SIGNED else form
 
 
 def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
     """Return the stored form of a moment, by state name: rounded to its dtype, or as codes and scales.
 
-    Of the forms, those of uint8 are dithered; the others are to the nearest code.
+    Only forms of uint8 use `dither`; others round to nearest. `like` has the state's dtypes, and for a form that is
+    relative the second moment as it is stored.
     """
     form = form_of(name, like)
     if form is None:
         return {name: values.to(like[name].dtype)}
+    if form.relative:
+        root = _stored_root(like, values)
+        values = torch.where(root == 0, 0.0, values / root)
     codes, scales = encode(values, form, dither if form.dtype == torch.uint8 else NEAREST)
     return {name: codes, f"{name}_scale": scales}
 
@@ -153,7 +171,13 @@ def dequantize(name: str, state: Mapping[str, Tensor], shape: torch.Size | None 
     """Return a stored moment in a floating dtype, in the shape of its parameter, which packed codes do not have."""
     form = form_of(name, state)
     values = state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
+    if form is not None and form.relative:
+        values = values * _stored_root(state, values)
     return values if shape is None else values.view(shape)
+
+
+def _stored_root(state: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    return dequantize("exp_avg_sq", state).sqrt().view(like.shape)
 
 
 def never_written(name: str, codes: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
         ValueError: The scales do not fit their codes.
     """
     out = {name: value for name, value in state.items() if name in spec or name not in AUX_STATE_NAMES}
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name in ("exp_avg_sq", "exp_avg"):  # codes of the first may be relative to the second as it is stored
         values, scales = state.get(name), state.get(f"{name}_scale")
         if name not in spec or not isinstance(values, Tensor) or (f"{name}_scale" not in spec and scales is None):
             continue
@@ -181,8 +181,7 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
             _check_codes(name, values, scales, whole, packed, what)
             if old is new or old is None:
                 continue
-            rows = codec.decode(values.flatten(0, scales.dim() - 2), scales.flatten(0, -2), old)
-            values = out[name] = rows.view(whole)
+            values = out[name] = codec.dequantize(name, _in_rows(state), whole)
             del out[f"{name}_scale"]
         elif new is not None and values.dtype == new.dtype == torch.float16:
             raise ValueError(
@@ -190,10 +189,21 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
                 "checkpoint, or drop optimizer.state of this parameter"
             )
         if new is not None and values.is_floating_point() and values.shape == shape:
-            like = spec[f"{name}_scale"]
-            codes, scales = codec.encode(values.flatten(0, like.dim() - 2), new)
-            out[name], out[f"{name}_scale"] = codes.view(spec[name].shape), scales.view(like.shape)
+            rows = values.flatten(0, spec[f"{name}_scale"].dim() - 2)
+            mine = {key: spec[key] for key in (name, f"{name}_scale")}
+            made = codec.quantize(name, rows, {**_in_rows(out), **mine})
+            out |= {key: value.view(spec[key].shape) for key, value in made.items()}
     return out
+
+
+def _in_rows(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with the layers of a stacked parameter as rows, in the moments that are in blocks."""
+    found = dict(state)
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes, scales = state.get(name), state.get(f"{name}_scale")
+        if isinstance(codes, Tensor) and isinstance(scales, Tensor) and scales.dim() >= 2:
+            found[name], found[f"{name}_scale"] = codes.flatten(0, scales.dim() - 2), scales.flatten(0, -2)
+    return found
 
 
 AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
-from bighorn.kernels.cpu.library import STRUCTURES, address, layer_step, loaded, scratch
+from bighorn.kernels.cpu.library import NO_BLOCKS, STRUCTURES, address, layer_step, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
 from bighorn.kernels.options import Options
@@ -34,7 +34,7 @@ class LayerwiseStepper(Stepper[Options]):
     def unsupported_reason(param: Tensor, options: Any) -> str | None:
         """See `Stepper.unsupported_reason`; moments in blocks are served where an optimizer says so."""
         if options.blocks:
-            return unsupported(param) or f"the C library keeps no moment of {options.algorithm.upper()} in blocks"
+            return unsupported(param) or NO_BLOCKS
         return unsupported(param)
 
     @staticmethod

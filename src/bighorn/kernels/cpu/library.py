@@ -27,6 +27,8 @@ LIBRARY_NAME = "libbighorn.dll" if os.name == "nt" else "libbighorn.so"  # as CM
 CSRC = Path(__file__).parents[1] / "csrc"
 SCRATCH_BYTES = 8 << 20  # u is kept for the last chunks of a tensor up to this size, for all threads together
 
+NO_BLOCKS = "the C library keeps no momentum of LARS in blocks"
+
 ISAS = {"v2": 2, "v3": 3, "v4": 4}
 
 TEAMS = (

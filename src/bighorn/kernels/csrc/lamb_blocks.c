@@ -93,11 +93,17 @@ FORCE_INLINE_TEMPLATE float root_unit(const enum CodecForm second, float unit) {
     return second == CODEC_UNSIGNED ? sqrtf(unit) : unit;
 }
 
-/* Computes r from the numbers that codes stand for. */
-FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm second, const LambReals f, float m_unit, float v_root_unit,
-                                   Lanes m, Lanes v) {
-    Lanes root = fused(second == CODEC_UNSIGNED ? square_root(v) : v, lanes(v_root_unit), lanes(f.eps));
-    return m * (f.correction * m_unit) / root;
+/* Returns the roots of v from the numbers that its codes stand for, as multiples of the roots' unit. */
+FORCE_INLINE_TEMPLATE Lanes roots(const enum CodecForm second, Lanes v) {
+    return second == CODEC_UNSIGNED ? square_root(v) : v;
+}
+
+/* Computes r from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
+FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm first, const enum CodecForm second, const LambReals f,
+                                   float m_unit, float v_root_unit, Lanes m, Lanes v) {
+    Lanes root = roots(second, v), divisor = fused(root, lanes(v_root_unit), lanes(f.eps));
+    if (first == CODEC_NIBBLES) m *= root * v_root_unit;
+    return m * (f.correction * m_unit) / divisor;
 }
 
 FORCE_INLINE Lanes updates(const LambReals f, Lanes x, Lanes r) {
@@ -158,6 +164,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     const LayerRow *row = block->row;
     const float m_unit = scale_of(first, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(second, row->exp_avg_sq_scale[block->scale]).unit;
+    const float v_root_unit = first == CODEC_NIBBLES ? root_unit(second, v_unit) : 1;
     const float beta1 = f.beta1 * m_unit, beta2 = second == CODEC_HALF_ROOT ? f.beta2 : f.beta2 * v_unit;
     const void *g = block->g, *m_codes = block->m_codes, *v_codes = block->v_codes;
     const int n = block->n;
@@ -165,6 +172,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = f.scale * load_as(type, g, i);
         Lanes m = load_powers(first, m_codes, i), v = load_powers(second, v_codes, i);
+        if (first == CODEC_NIBBLES) m *= roots(second, v) * v_root_unit;
         if (second == CODEC_HALF_ROOT) v *= v_unit, v *= v;
         m = fused(lanes(beta1), m, f.beta3 * grad);          /* LAMB-m */
         v = fused(lanes(beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
@@ -177,6 +185,27 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
     block->v_scale = new_scale(second, largest(v_top));
 }
 
+/* The dither of a block's elements, which are consecutive in the whole tensor, too. */
+static inline LaneWords block_dither(const LambQuantBlock *block, const LambReals f) {
+    return counted(f.dither + (uint32_t)block->start * DITHER_STRIDE, DITHER_STRIDE);
+}
+
+/* Stores the codes of v, replaces v by the numbers that these stand for, and m by its ratio to the root of v. */
+FORCE_INLINE_TEMPLATE void divide_as(const enum CodecForm second, LambQuantBlock *block, const LambReals f) {
+    const float v_root_unit = root_unit(second, block->v_scale.unit);
+    LaneWords dither = block_dither(block, f), top = {0};
+    for (int i = 0; i < block->n; i += LANES) {
+        Lanes v = store_powers(second, load(block->v + i), block->v_scale.factor, dither, block->v_codes, i);
+        Lanes root = roots(second, v) * v_root_unit;
+        Lanes m = (Lanes)((LaneWords)(load(block->m + i) / root) & (LaneWords)(root != 0));
+        dither += (uint32_t)LANES * DITHER_STRIDE;
+        store(block->v + i, v);
+        store(block->m + i, m);
+        top = larger(top, (LaneWords)magnitudes(m));
+    }
+    block->m_scale = new_scale(CODEC_NIBBLES, largest(top));
+}
+
 /* Stores the moments' codes, and computes u from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
                                      LambQuantBlock *block, const LambReals f, LambLaneSums *sums) {
@@ -186,14 +215,14 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
     const void *all_x = block->x;
     float *all_u = block->u;
     const int n = block->n;
-    LaneWords dither = counted(f.dither + (uint32_t)block->start * DITHER_STRIDE,
-                               DITHER_STRIDE); /* a block's elements are consecutive in the whole tensor, too */
+    LaneWords dither = block_dither(block, f);
     Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(first, load(block->m + i), m_scale.factor, dither, m_codes, i);
-        Lanes v = store_powers(second, load(block->v + i), v_scale.factor, dither, v_codes, i);
+        Lanes v = load(block->v + i);
+        if (first != CODEC_NIBBLES) v = store_powers(second, v, v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
-        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(second, f, m_scale.unit, v_root_unit, m, v));
+        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(first, second, f, m_scale.unit, v_root_unit, m, v));
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
@@ -204,9 +233,10 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
 /* Stores the moments and computes u. */
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LayerRow *row = block->row;
-    row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
-    make_ready(block->m, block->n, &block->m_scale);
     make_ready(block->v, block->n, &block->v_scale);
+    if (row->state_type == INT4) divide_as(CODEC_UNSIGNED, block, *f);
+    make_ready(block->m, block->n, &block->m_scale);
+    row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     FOR_FORMS(block, encode_as, *f, sums);
     const int64_t bytes = code_bytes(row);
     if (row->state_type == INT4) pack_nibbles(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
@@ -225,7 +255,8 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum Code
     const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
-        store(block->u + i, updates(f, load_as(type, block->x, i), ratios(second, f, m_unit, v_root_unit, m, v)));
+        store(block->u + i,
+              updates(f, load_as(type, block->x, i), ratios(first, second, f, m_unit, v_root_unit, m, v)));
     }
 }
 

@@ -240,12 +240,13 @@ class Batch(Generic[Options]):
                 continue
             shape = (rows, sum(x.numel() for x in concat.x) // rows)
             shifts = dither(*self._positions(piece, concat, t)).view(shape) if self.needs_rng_key else NEAREST
-            for name, all_values in zip(self.moments, moments, strict=True):
+            for name, all_values in reversed([*zip(self.moments, moments, strict=True)]):  # m may be relative to v
                 if not all_values:
                     continue
                 values = [all_values[i] for i in concat.indices]
                 new = quantize(name, end_to_end(values).view(shape), state, shifts)
-                rounded = dequantize(name, {**state, **new}).flatten()
+                state |= new
+                rounded = dequantize(name, state).flatten()
                 torch._foreach_copy_(values, list(split_like(rounded, values)))
                 for key, value in new.items() if not discard else ():
                     store_pieces(concat.state[key], split_like(value, concat.state[key]), apply_mask)

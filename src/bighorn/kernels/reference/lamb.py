@@ -34,8 +34,8 @@ def lamb(
     v = dequantize("exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
     # From here on the moments are used as they are stored, so that every backend may read them back.
-    new_state = quantize("exp_avg", m, state, dither)
-    new_state |= quantize("exp_avg_sq", v, state, dither)
+    new_state = quantize("exp_avg_sq", v, state, dither)
+    new_state |= quantize("exp_avg", m, {**state, **new_state}, dither)  # which may be relative to the stored v
     m, v = (dequantize(name, new_state, g.shape).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
         v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)

@@ -77,10 +77,17 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     m_factor, root_eps, stride, decay, shrink = of_update
     if mode.OWN.DECAY_MODE == "l2":
         g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
-    m = beta1 * codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR) + beta3 * g  # LAMB-m
-    v = beta2 * codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR) + beta4 * (g * g)  # LAMB-v
-    m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
+    m, v = read_moments(stored, place, VECTOR, mode)
+    m = beta1 * m + beta3 * g  # LAMB-m
+    v = beta2 * v + beta4 * (g * g)  # LAMB-v
     v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
+    if mode.M_FORM == "nibbles":
+        root = common.root(v)
+        is_zero = root == 0
+        m = common.quotient(tl.where(is_zero, 0.0, m), tl.where(is_zero, 1.0, root))
+        m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR) * root
+    else:
+        m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
     u = ratio(m, v, m_factor, root_eps, mode)
@@ -140,8 +147,7 @@ def lamb_apply(
 def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
     """Step a block of x."""
     m_factor, root_eps, stride, decay, shrink = numbers
-    m = codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR)
-    v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
+    m, v = read_moments(stored, place, VECTOR, mode)
     if mode.OWN.DECAY_MODE == "decoupled":
         x *= shrink
     u = ratio(m, v, m_factor, root_eps, mode)
@@ -163,6 +169,14 @@ def update_numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
         common.number(option_ptr + common.DECAY, COMPUTE),
         (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
     )
+
+
+@triton.jit
+def read_moments(stored, place, VECTOR: tl.constexpr, mode):
+    """Return blocks of m and v as they are stored: codes of 4 bits are relative to the root of v."""
+    m = codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR)
+    v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
+    return (m * common.root(v) if mode.M_FORM == "nibbles" else m), v
 
 
 @triton.jit

@@ -169,8 +169,8 @@ def pick(
             )
         if name == "cpu" and reason == NO_BLOCKS and param.device.type == "cpu":
             _warn_of(
-                f"a step of {options.algorithm.capitalize()} with a momentum in blocks takes more than 30 times as long "
-                f"on a CPU as one in float32: {reason}. Use state_dtype=None or torch.bfloat16 there; "
+                "a step of Lars with a momentum in blocks takes more than 30 times as long on a CPU as one in float32: "
+                f"{reason}. Use state_dtype=None or torch.bfloat16 there; "
                 'backend="foreach" silences this warning.'
             )
         refusals.append(f"not {name}: {reason}")

@@ -33,14 +33,15 @@ help:
 # own would be a new one each time, and the whole library compiled anew: with that of $(VENV) only what has changed is.
 STAMP := $(VENV)/installed
 EDITABLE := --no-build-isolation --config-settings build-dir=build/editable --config-settings cmake.define.BIGHORN_WERROR=ON
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+WORKBENCH := --editable './workbench[study]'
+$(STAMP): pyproject.toml workbench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds at first"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' 'hatchling>=1.26' editables
 	$(BIN)/python -c 'from scikit_build_core.build import get_requires_for_build_editable as more; print(*more(), sep="\n")' \
 	  | xargs -r $(BIN)/python -m pip install --disable-pip-version-check --quiet
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]'
+	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]' $(WORKBENCH)
 	touch $(STAMP)
 
 # Other versions of Triton, which has wheels for Linux alone, beside the environment: first the oldest that is claimed and
@@ -192,7 +193,7 @@ integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
 		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'
-	$(BIN)/pytest -m "not slow" tests/integrations tests/cli/test_examples.py tests/cli/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
+	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_examples.py workbench/tests/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
 	$(BIN)/python -m tests.integrations.page
 
 # A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
-from bighorn.cli import files
-from bighorn.cli.environment import provenance
-from bighorn.cli.tasks.text import Text, standard_library
 from bighorn.groups import zero_initialized
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks.text import Text, standard_library
+from bighorn_workbench.environment import provenance
 from lora import BATCH_SIZE, in_upper_case, loss_of, pretrained
 
 HERE = Path(__file__).parent

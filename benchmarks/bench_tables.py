@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 import traffic
 from baseline_lamb import BaselineLamb, Step, compiled_foreach, loop
 from bighorn import Came, Lamb
-from bighorn.cli.bench_table import COLUMNS
-from bighorn.cli.measure import PARAM_SETS
-from bighorn.cli.optimizers import state_bytes
-from bighorn.cli.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported, ours
+from bighorn_workbench.bench_table import COLUMNS
+from bighorn_workbench.measure import PARAM_SETS
+from bighorn_workbench.optimizers import state_bytes
+from bighorn_workbench.peers import PEERS, TABLES, WEIGHT_DECAY, BenchTable, Build, Peer, clipped, imported, ours
 from cliffs import CLIFFS
 
 
@@ -154,7 +154,10 @@ def main() -> None:
     TABLES.update(OWN_TABLES)
     PARAM_SETS.update(CLIFFS)
     COLUMNS.update(traffic.COLUMNS, compile=compile_seconds)
-    from bighorn.cli.bench import INSTRUMENTS, bench  # the choices of its options are the tables that are known by now
+    from bighorn_workbench.bench import (  # the choices of its options are the tables that are known by now
+        INSTRUMENTS,
+        bench,
+    )
 
     INSTRUMENTS["cuda"] = replace(INSTRUMENTS["cuda"], step_times=traffic.step_times)
     bench(prog_name="python benchmarks/bench_tables.py")

@@ -5,8 +5,8 @@ the learning rate. What is left is Adafactor's second moment and clip with a mom
 learning rate and weight decay are to be a hundred times and a hundredth of CAME's.
 """
 
-from bighorn.cli.compare import compare
-from bighorn.cli.optimizers import CONTESTANTS
+from bighorn_workbench.compare import compare
+from bighorn_workbench.optimizers import CONTESTANTS
 
 CONTESTANTS["came-unguided"] = {
     "optimizer": "came",

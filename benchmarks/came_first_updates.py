@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import plots
-from bighorn.cli import files
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.run import Run
-from bighorn.cli.tasks.text import Text
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks.text import Text
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.run import Run
 
 HERE = Path(__file__).parent
 LR, BATCH_SIZE = 3e-4, 16

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from bighorn.cli.measure import Change, ParamSet
-from bighorn.cli.shapes import resnet50
+from bighorn_workbench.measure import Change, ParamSet
+from bighorn_workbench.shapes import resnet50
 
 MISSING = 0.1
 """The share of parameters without a gradient in a step of `missing`."""

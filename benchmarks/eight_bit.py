@@ -26,12 +26,12 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import files, measure
-from bighorn.cli.environment import package_version, provenance
-from bighorn.cli.shapes import SHAPES
-from bighorn.cli.tasks.text import Text
 from bighorn.optim.state import StateDtype
-from bighorn.tasks import batch_indices, epoch_seed
+from bighorn_workbench import files, measure
+from bighorn_workbench.builtin_tasks.text import Text
+from bighorn_workbench.environment import package_version, provenance
+from bighorn_workbench.shapes import SHAPES
+from bighorn_workbench.tasks import batch_indices, epoch_seed
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "eight-bit.json"

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 import plots
-from bighorn.cli.metrics import is_share
-from bighorn.cli.reports.style import SERIES, STYLE, WIDTH, label_powers, to_svg
-from bighorn.cli.verdict import interval
+from bighorn_workbench.metrics import is_share
+from bighorn_workbench.reports.style import SERIES, STYLE, WIDTH, label_powers, to_svg
+from bighorn_workbench.verdict import interval
 
 if TYPE_CHECKING:
     from equal_tuning import Cell

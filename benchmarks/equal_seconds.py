@@ -16,12 +16,12 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.files import write_json
-from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.tasks import load
-from bighorn.tasks import Task
+from bighorn_workbench.builtin_tasks import load
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
+from bighorn_workbench.run import DivergedError, Run
+from bighorn_workbench.tasks import Task
 from equal_tuning import RESULTS, SECONDS, cells_of
 from equal_tuning import load as load_file
 from evidence import STUDIES

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import equal_pictures
-from bighorn.cli.config import RunConfig
-from bighorn.cli.metrics import is_share, metric_text
-from bighorn.cli.verdict import interval
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.metrics import is_share, metric_text
+from bighorn_workbench.verdict import interval
 from equal_pictures import BASELINE
 
 ROOT = Path(__file__).parents[1]

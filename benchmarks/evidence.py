@@ -22,12 +22,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bighorn.cli.config import RunConfig
-from bighorn.cli.errors import InputError
-from bighorn.cli.metrics import is_share, metric_text
-from bighorn.cli.tasks import fingerprint, load
-from bighorn.cli.trials import make
-from bighorn.cli.verdict import interval
+from bighorn_workbench.builtin_tasks import fingerprint, load
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.metrics import is_share, metric_text
+from bighorn_workbench.trials import make
+from bighorn_workbench.verdict import interval
 from equal_tuning import Cell, cells_of
 from equal_tuning import load as load_file
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bighorn.cli.tasks.mnist import Mnist
-from bighorn.cli.tasks.text import CONTEXT, GPT, Text
+from bighorn_workbench.builtin_tasks.mnist import Mnist
+from bighorn_workbench.builtin_tasks.text import CONTEXT, GPT, Text
 
 
 class Scaled(nn.Module):

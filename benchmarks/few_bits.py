@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 import equal_tuning
 import lora
 from bighorn import Came, Lamb
-from bighorn.cli import files
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.metrics import is_share
-from bighorn.cli.tasks.text import Text
-from bighorn.cli.verdict import interval
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks.text import Text
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.metrics import is_share
+from bighorn_workbench.verdict import interval
 from evidence import value
 
 RESULT = equal_tuning.RESULTS / "few-bits.json"

@@ -27,10 +27,10 @@ from torch.optim import AdamW, Optimizer
 
 import ranks
 from bighorn import Came, FlatLayout, Fragment, Lamb
-from bighorn.cli import files, measure
-from bighorn.cli.environment import package_version, provenance
-from bighorn.cli.ranks import end_process_group
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench import files, measure
+from bighorn_workbench.environment import package_version, provenance
+from bighorn_workbench.ranks import end_process_group
+from bighorn_workbench.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "flat-step.json"
 OPTIONS: Mapping[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}

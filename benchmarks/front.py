@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 import equal_pictures
 import equal_tuning
 import plots
-from bighorn.cli.footprint import predicted
-from bighorn.cli.reports.style import INK, SERIES, STYLE, to_svg
+from bighorn_workbench.footprint import predicted
+from bighorn_workbench.reports.style import INK, SERIES, STYLE, to_svg
 from resident_memory import CONTESTANTS, stack
 from studies import DOCS, RESULTS, STUDIES
 

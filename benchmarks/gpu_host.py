@@ -21,9 +21,9 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from bighorn import Came, Lamb, Lars
-from bighorn.cli import cuda
-from bighorn.cli.environment import provenance
-from bighorn.cli.measure import nothing
+from bighorn_workbench import cuda
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.measure import nothing
 
 SETS = {400: (16, 16), 1000: (64, 64), 4000: (16, 16)}
 """Shapes by the number of tensors."""

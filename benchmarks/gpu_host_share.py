@@ -19,9 +19,9 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.cli.environment import provenance
 from bighorn.kernels import Bucket
 from bighorn.kernels.triton.stepper import Stepper
+from bighorn_workbench.environment import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import fake_gpu

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from bighorn.cli import cuda
-from bighorn.cli.environment import package_version, provenance
+from bighorn_workbench import cuda
+from bighorn_workbench.environment import package_version, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = "bert_large,bert_base,vit_small,resnet50,llama_1b,tiny"
@@ -51,7 +51,7 @@ def bench(precision: str) -> Sequence[str]:
 
 
 STEPS = {
-    "smoke": Step((["-m", "bighorn.cli", "doctor", "--require", "triton"], ["-m", "tests.gpu.smoke"]), 90),
+    "smoke": Step((["-m", "bighorn_workbench", "doctor", "--require", "triton"], ["-m", "tests.gpu.smoke"]), 90),
     "cases": Step((tests("gpu and not slow", "-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"),), 480),
     "rest": Step((tests("gpu and slow"),), 300),
     "bench": Step((bench("fp32"), bench("bf16")), 420),

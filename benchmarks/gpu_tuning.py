@@ -16,10 +16,10 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda
-from bighorn.cli.shapes import SHAPES
 from bighorn.kernels.triton import came_launches, lamb, launch_group
 from bighorn.kernels.triton.common_kernels import LANES
+from bighorn_workbench import cuda
+from bighorn_workbench.shapes import SHAPES
 
 SIZES = [None, *itertools.product((8192, 16384, 32768, 65536), (4, 8))]
 """Of Lamb: elements of a chunk, and elements of a block for each thread; None: as they are."""

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 import cliffs
 from bighorn import Came, Lamb
-from bighorn.cli import files
-from bighorn.cli.environment import provenance
-from bighorn.cli.measure import LR, Copy, beside, contiguous, draw, nothing, rounds
+from bighorn_workbench import files
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.measure import LR, Copy, beside, contiguous, draw, nothing, rounds
 
 MOST_ELEMENTS = 4_000_000
 MOST_SLICES = 64

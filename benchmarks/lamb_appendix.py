@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.files import write_json
-from bighorn.cli.optimizers import OPTIMIZERS, Recipe
-from bighorn.cli.search import Plan, Search
-from bighorn.cli.space import Entry
-from bighorn.cli.tasks import fingerprint, load
-from bighorn.cli.verdict import chosen, verdicts
-from bighorn.cli.workers import fill
+from bighorn_workbench.builtin_tasks import fingerprint, load
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
+from bighorn_workbench.optimizers import OPTIMIZERS, Recipe
+from bighorn_workbench.search import Plan, Search
+from bighorn_workbench.space import Entry
+from bighorn_workbench.verdict import chosen, verdicts
+from bighorn_workbench.workers import fill
 
 TASK = "benchmarks/evidence_tasks.py:LeNet"
 EPOCHS, SEEDS = 30.0, 5

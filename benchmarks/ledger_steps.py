@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.support
 
@@ -148,7 +148,7 @@ def _two_ranks() -> Iterator[Callable[[Tensor], Tensor]]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from bighorn.cli.ranks import end_process_group
+    from bighorn_workbench.ranks import end_process_group
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

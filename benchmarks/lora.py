@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import files
-from bighorn.cli.environment import provenance
-from bighorn.cli.tasks.text import ALPHABET, GPT, Text, standard_library
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks.text import ALPHABET, GPT, Text, standard_library
+from bighorn_workbench.environment import provenance
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "lora.json", HERE.parent / "docs" / "lora-results.md"

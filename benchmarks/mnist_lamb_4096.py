@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bighorn.cli.environment import commit
+from bighorn_workbench.environment import commit
 
 OPTIONS = "--task mnist --batch-size 4096 --lr-scaling sqrt --epochs 3"
 SEEDS = (0, 1, 2)
@@ -26,7 +26,7 @@ def main() -> None:
         for seed in SEEDS:
             output = Path(folder) / f"{seed}.json"
             places = ["--data", data, "--seed", str(seed), "--json", str(output)]
-            subprocess.run([sys.executable, "-m", "bighorn.cli", "train", *OPTIONS.split(), *places], check=True)
+            subprocess.run([sys.executable, "-m", "bighorn_workbench", "train", *OPTIONS.split(), *places], check=True)
             runs.append(json.loads(output.read_text()))
     result = {
         "command": f"bighorn train {OPTIONS} --data DIR --seed SEED",

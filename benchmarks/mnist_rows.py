@@ -7,7 +7,7 @@ DIR holds MNIST's four idx files.
 
 from torch import Tensor, nn
 
-from bighorn.cli.tasks.mnist import Mnist
+from bighorn_workbench.builtin_tasks.mnist import Mnist
 
 
 class MnistRows(Mnist):

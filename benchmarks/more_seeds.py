@@ -12,11 +12,11 @@ import argparse
 import math
 from typing import Any
 
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.files import write_json
-from bighorn.cli.tasks import load
-from bighorn.cli.trials import make
+from bighorn_workbench.builtin_tasks import load
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
+from bighorn_workbench.trials import make
 from equal_tuning import CLASSES, RESULTS, Cell
 from equal_tuning import load as load_file
 from evidence import Repeat, results, wrong_data

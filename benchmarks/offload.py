@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from bighorn import Came, Lamb, offload
-from bighorn.cli import files
-from bighorn.cli.environment import provenance
-from bighorn.cli.measure import spread
 from bighorn.offloading import OffloadedOptimizer, step
 from bighorn.offloading.copies import Pairs
+from bighorn_workbench import files
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.measure import spread
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "offload.json", HERE.parent / "docs" / "offload-results.md"

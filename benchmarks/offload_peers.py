@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.cli import files
-from bighorn.cli.environment import package_version, provenance
-from bighorn.cli.measure import spread
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench import files
+from bighorn_workbench.environment import package_version, provenance
+from bighorn_workbench.measure import spread
+from bighorn_workbench.shapes import SHAPES
 
 HERE = Path(__file__).parent
 RESULT, PAGE = HERE / "results" / "offload-peers.json", HERE.parent / "docs" / "offload-results.md"

@@ -7,8 +7,8 @@ import re
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from bighorn.cli.reports.plots import Panels
-from bighorn.cli.reports.style import (
+from bighorn_workbench.reports.plots import Panels
+from bighorn_workbench.reports.style import (
     GRID,
     INK,
     SERIES,

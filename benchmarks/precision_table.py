@@ -20,9 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import files, measure
-from bighorn.cli.environment import provenance
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench import files, measure
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.shapes import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 RESULT = RESULTS / "precision-table.json"

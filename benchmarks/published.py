@@ -99,7 +99,7 @@ def changes(then: dict[str, Any], now: dict[str, Any], rows: list[str]) -> list[
 
 def main() -> None:
     for name in sys.argv[1:] or TABLES:
-        program = ["benchmarks/bench_tables.py"] if name in OWN_TABLES else ["-m", "bighorn.cli", "bench"]
+        program = ["benchmarks/bench_tables.py"] if name in OWN_TABLES else ["-m", "bighorn_workbench", "bench"]
         arguments = [*TABLES[name].command.split(), "--json", f"benchmarks/results/{name}.json"]
         print("bighorn bench", *arguments, flush=True)
         subprocess.run([sys.executable, *program, *arguments], cwd=Path(__file__).parents[1], check=True)

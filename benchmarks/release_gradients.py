@@ -27,9 +27,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import ranks
 from bighorn import Came, Lamb, release_gradients
-from bighorn.cli import files
-from bighorn.cli.environment import provenance
-from bighorn.cli.ranks import end_process_group
+from bighorn_workbench import files
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.ranks import end_process_group
 
 WIDTH = 512
 RESULT = Path(__file__).parent / "results" / "release-gradients.json"

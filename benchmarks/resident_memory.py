@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb, release_gradients
-from bighorn.cli import files
-from bighorn.cli.environment import package_version, provenance
+from bighorn_workbench import files
+from bighorn_workbench.environment import package_version, provenance
 from release_gradients import peak_of_steps, resident
 
 WIDTH = 1024

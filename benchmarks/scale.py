@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bighorn.cli.footprint import FOOTPRINTS
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.footprint import FOOTPRINTS
+from bighorn_workbench.shapes import SHAPES
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "scale.md"

@@ -20,13 +20,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.errors import InputError
-from bighorn.cli.files import write_json
-from bighorn.cli.run import DivergedError, Run
-from bighorn.cli.tasks import fingerprint, load
-from bighorn.tasks import defaults
+from bighorn_workbench.builtin_tasks import fingerprint, load
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.files import write_json
+from bighorn_workbench.run import DivergedError, Run
+from bighorn_workbench.tasks import defaults
 from equal_tuning import cells_of
 
 NAMES = {"equal-characters": ("adamw", "lamb", "came-corrected", "adafactor"), "equal-gpt": ("nesterov", "lars")}

@@ -34,11 +34,11 @@ from torch.utils._pytree import tree_leaves
 
 import ranks
 from bighorn import Came, Lamb
-from bighorn.cli import files, measure
-from bighorn.cli.environment import package_version, provenance
-from bighorn.cli.peers import PEERS, WEIGHT_DECAY
-from bighorn.cli.ranks import end_process_group
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench import files, measure
+from bighorn_workbench.environment import package_version, provenance
+from bighorn_workbench.peers import PEERS, WEIGHT_DECAY
+from bighorn_workbench.ranks import end_process_group
+from bighorn_workbench.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "sharded-step.json"
 RANKS = 4

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.cli import files
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.codec import Form
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.run import Run
 
 HERE = Path(__file__).parent
 BETA1, BETA2, EPS, WEIGHT_DECAY, EVERY = 0.9, 0.999, 1e-6, 0.01, 25

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from bighorn.cli.config import RunConfig
-from bighorn.cli.reports import plots as report_plots
-from bighorn.cli.trials import Cell, Trial
-from bighorn.cli.verdict import columns, row, verdicts
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.reports import plots as report_plots
+from bighorn_workbench.trials import Cell, Trial
+from bighorn_workbench.verdict import columns, row, verdicts
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"

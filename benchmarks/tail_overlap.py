@@ -30,9 +30,9 @@ from torch.optim import AdamW, Optimizer
 
 import ranks
 from bighorn import Lamb, TailOverlap
-from bighorn.cli.environment import provenance
-from bighorn.cli.measure import spread
-from bighorn.cli.ranks import end_process_group
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.measure import spread
+from bighorn_workbench.ranks import end_process_group
 
 RESULT = Path(__file__).parent / "results" / "tail-overlap.json"
 LATENCY, BURST = "400ms", "256kb"

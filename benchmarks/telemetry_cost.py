@@ -19,8 +19,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, telemetry
-from bighorn.cli.environment import provenance
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "telemetry-cost.json"
 STEPS = 5  # a round's steps; their mean is compared, so that a report finds the caches as steps leave them

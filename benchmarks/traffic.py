@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn.cli import cuda
-from bighorn.cli.measure import Change
+from bighorn_workbench import cuda
+from bighorn_workbench.measure import Change
 
 COPIES = 20
 
@@ -32,7 +32,7 @@ def copy_speed() -> float | None:
 
 
 def step_times(baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change]) -> dict[str, Any]:
-    """As :func:`bighorn.cli.cuda.step_times`, with bytes, and the rates of copies before and after the steps."""
+    """As :func:`bighorn_workbench.cuda.step_times`, with bytes, and the rates of copies before and after the steps."""
     before = copy_speed()
     times = cuda.step_times(baseline, optimizer, seconds, changes)
     clip = isinstance(optimizer, Lamb | Came) and optimizer._settings.max_grad_norm is not None

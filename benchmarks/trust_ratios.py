@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 import plots
-from bighorn.cli import files
-from bighorn.cli.config import RunConfig
-from bighorn.cli.environment import provenance
-from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS, fingerprint
-from bighorn.tasks import defaults
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks import TASKS, fingerprint
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.run import Run
+from bighorn_workbench.tasks import defaults
 
 HERE = Path(__file__).parent
 BATCH_SIZES = {"digits": 64, "text": 16}

@@ -7,7 +7,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from bighorn_launcher.commands import bighorn
+from bighorn_workbench.commands import bighorn
 
 
 class CommandHelp(SphinxDirective):

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from bighorn.tasks import to_device
+from bighorn_workbench.tasks import to_device
 
 MODEL, SIZE, WORKERS = "resnet18", 64, 0
 

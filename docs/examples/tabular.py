@@ -4,7 +4,7 @@ import sklearn.datasets
 import torch
 from torch import nn
 
-from bighorn.tasks import Classification
+from bighorn_workbench.tasks import Classification
 
 
 class Tabular(Classification):

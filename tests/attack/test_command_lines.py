@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bighorn.cli.options import FilePath
-from bighorn_launcher.commands import COMMANDS, bighorn
+from bighorn_workbench.commands import COMMANDS, bighorn
+from bighorn_workbench.options import FilePath
 from tests.support.attack_settings import tries
 
 QUICK: Mapping[str, Sequence[str]] = {

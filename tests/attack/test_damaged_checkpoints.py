@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bighorn.cli import checkpoint
-from bighorn.cli.errors import InputError
-from bighorn.cli.ranks import Ranks
-from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS
-from bighorn_launcher.commands import bighorn
+from bighorn_workbench import checkpoint
+from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.commands import bighorn
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.ranks import Ranks
+from bighorn_workbench.run import Run
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
 from tests.support.error_checks import same

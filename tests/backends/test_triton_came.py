@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bighorn import kernels
-from bighorn.cli.shapes import SHAPES
 from bighorn.kernels import Bucket, CameOptions, codec, rounding
 from bighorn.kernels.triton import came, came_launches, device, launch_group, tiles
+from bighorn_workbench.shapes import SHAPES
 from tests.support.came_kernel_cases import DEFAULTS
 from tests.support.triton_interpreter import compiled, interpreted, mostly_slow, only_the_first_and_the_last
 

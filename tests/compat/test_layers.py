@@ -78,7 +78,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rounding(params: Params) -> Any:
-    """apex keeps float32 weights for parameters of the dtype that was named, and for no others."""
+    """Apex keeps float32 weights for parameters of the dtype that was named, and for no others."""
     return "master" if params["fc.weight"].dtype == torch.bfloat16 else "nearest"
 
 
@@ -314,7 +314,7 @@ def test_apex_groups_count_their_steps() -> None:
 
 @for_every("kind", (torch.amp.GradScaler, bighorn.LossScaler), ids=lambda kind: kind.__name__)
 def test_apex_masters_step_float16_gradients_of_a_scaler(kind: Callable[..., Any]) -> None:
-    """torch's GradScaler refuses to unscale them for any other optimizer."""
+    """Torch's GradScaler refuses to unscale them for any other optimizer."""
     params = weights(torch.float16)
     optimizer = apex.FusedMixedPrecisionLamb(params.values(), reduced_precision_dtype=torch.float16)
     scaler = kind(device="cpu", init_scale=4.0) if kind is torch.amp.GradScaler else kind(bighorn.FixedScale(4.0))

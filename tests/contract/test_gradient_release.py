@@ -330,7 +330,7 @@ def test_an_option_that_needs_all_gradients(option: dict[str, Any], kind: Kind) 
 
 @pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
 def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any], kind: Kind) -> None:
-    """torchtune's optimizer_in_bwd makes them, and a clip would be one of each tensor."""
+    """Torchtune's optimizer_in_bwd makes them, and a clip would be one of each tensor."""
     net = network()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     made = {param: kind([param], lr=0.1, **option) for param in net.parameters()}

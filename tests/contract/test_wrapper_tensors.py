@@ -184,7 +184,7 @@ def test_backends_that_need_memory(kind: Kind) -> None:
 
 
 def test_shards_of_float8_weights(kind: Kind) -> None:
-    """torchao's fully_shard makes DTensors whose local tensor on each rank is such a wrapper."""
+    """Torchao's fully_shard makes DTensors whose local tensor on each rank is such a wrapper."""
     with group_of_one():
         mesh = init_device_mesh("cpu", (1,))
         here = [values(i) for i in range(2)]

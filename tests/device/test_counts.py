@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bighorn import Came, Lamb, Lars
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.shapes import SHAPES
 from tests.device import stand_in
 from tests.device.stand_in import STAND_IN
 

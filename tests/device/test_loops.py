@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from bighorn import Lamb, LossScaler, WindowScale, offload, release_gradients, schedules
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
-from bighorn_launcher.commands import bighorn
+from bighorn_workbench.commands import bighorn
 from tests.device import stand_in
 from tests.device.moved import on_host
 from tests.device.stand_in import MODES, STAND_IN

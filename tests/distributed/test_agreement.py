@@ -18,7 +18,7 @@ SCRIPT = """
     from torch import nn
     from torch.distributed.fsdp import fully_shard
     from bighorn import Came, Lamb, Lars
-    from bighorn.cli.ranks import end_process_group
+    from bighorn_workbench.ranks import end_process_group
 
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import equal_tuning
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.shapes import SHAPES
 from studies import STUDIES, cells_of
 from tests.support.tables import for_every
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import evidence
-from bighorn.tasks import digest
+from bighorn_workbench.tasks import digest
 from equal_tuning import cells_of
 from tests.support.tables import for_every
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from bighorn.cli.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
-from bighorn.cli.shapes import SHAPES
+from bighorn_workbench.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
+from bighorn_workbench.shapes import SHAPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory-results.md"
 SETS = ("bert_base", "vit_small", "resnet50", "efficientnet_b0", "llama_1b", "llama_7b")

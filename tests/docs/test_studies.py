@@ -11,10 +11,10 @@ import torch
 
 import equal_tuning
 from bighorn import Came
-from bighorn.cli.compare import CompareConfig, compare
-from bighorn.cli.tasks import TASKS
-from bighorn.cli.verdict import interval
-from bighorn.tasks import defaults
+from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.compare import CompareConfig, compare
+from bighorn_workbench.tasks import defaults
+from bighorn_workbench.verdict import interval
 from studies import DOCS, FIGURES, PAGES, STUDIES, cells_of, command, written
 from tests.support.tables import for_every
 

@@ -355,7 +355,7 @@ def test_an_option_of_a_group_is_told_where_it_goes(kind: Kind) -> None:
     ],
 )
 def test_an_option_of_others_whose_off_means_something_else_is_refused(off: dict[str, Any], remedy: str) -> None:
-    """apex's adam_w_mode=False was once accepted, and decayed as with True."""
+    """Apex's adam_w_mode=False was once accepted, and decayed as with True."""
     with pytest.raises(TypeError, match=re.escape(remedy)):
         Lamb.like("apex", weights(), **off)
 
@@ -383,7 +383,7 @@ def test_an_option_of_another_class_names_the_class(kind: Kind, option: dict[str
 
 
 def test_an_option_of_others_that_is_off_is_taken(kind: Kind) -> None:
-    """torchtitan and NeMo pass `foreach=False` to every optimizer."""
+    """Torchtitan and NeMo pass `foreach=False` to every optimizer."""
     off: dict[str, Any] = {"foreach": False, "fused": None, "amsgrad": False, "dampening": 0.0}
     optimizer = kind([{"params": weights(), **off}], lr=0.1, **off)
     assert off.items() <= optimizer.param_groups[0].items()

@@ -152,7 +152,7 @@ def test_many_tiny_tensors(kind: Kind) -> None:
 
 @needs_cuda
 def test_deterministic_algorithms_change_nothing(kind: Kind) -> None:
-    """torch then fills uninitialised memory with NaN."""
+    """Torch then fills uninitialised memory with NaN."""
     plain = trained(kind, max_grad_norm=1.0)
     torch.use_deterministic_algorithms(True)
     try:

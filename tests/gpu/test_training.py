@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bighorn.cli.ranks import end_process_group
+from bighorn_workbench.ranks import end_process_group
 from tests.support.cases import Kind, set_gradients
 from tests.support.gpu_steps import GPU, OPTIONS, gradients, needs_cuda, parameters, same, trained
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bighorn.cli.peer_state import OF_OTHERS
+from bighorn_workbench.peer_state import OF_OTHERS
 from tests.support.tables import for_every
 
 # bitsandbytes and torchao quantize from 4,096 elements on, torchao whole blocks alone; GaLore projects the longer side.

@@ -234,13 +234,13 @@ FAULTS = (
         "cli/run.py",
         "restore_generators(generators[self.ranks.rank], self.device)",
         "restore_generators(generator_state(self.device), self.device)",
-        "tests/cli/test_resume.py",
+        "workbench/tests/test_resume.py",
     ),
     Fault(
         "a file that is half written",
         "cli/files.py",
         "        temporary.unlink(missing_ok=True)\n        raise\n",
         "        raise\n",
-        "tests/cli/test_files.py",
+        "workbench/tests/test_files.py",
     ),
 )

@@ -237,8 +237,8 @@ def test_a_cycle_is_seen() -> None:
         frozenset({"a", "b", "c"}),
         frozenset({"d"}),
     }
-    assert "bighorn.cli.reports.train" in import_graph()["bighorn.cli.train"]  # in a function
-    assert cycles(import_graph() | {"bighorn.cli.errors": {"bighorn.cli.train"}})
+    assert "bighorn_workbench.reports.train" in import_graph()["bighorn_workbench.train"]  # in a function
+    assert cycles(import_graph() | {"bighorn_workbench.errors": {"bighorn_workbench.train"}})
 
 
 def test_every_rule_names_what_is_there() -> None:

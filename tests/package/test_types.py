@@ -50,7 +50,7 @@ CHECKERS = {
 
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_type_checker_refuses_what_the_constructors_refuse(checker: str, tmp_path: Path) -> None:
-    """basedpyright is pyright with its Node.js in a wheel."""
+    """Basedpyright is pyright with its Node.js in a wheel."""
     pytest.importorskip(checker)
     path = tmp_path / "program.py"
     path.write_text(HEAD + "\n".join((*REFUSED, *ACCEPTED)) + "\n")

@@ -22,8 +22,8 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn import Came, Lamb
-from bighorn.cli.ranks import end_process_group
 from bighorn.offloading.copies import Pairs
+from bighorn_workbench.ranks import end_process_group
 from tests.support.cases import Kind
 from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded
 from tests.support.processes import LIMIT, outcomes

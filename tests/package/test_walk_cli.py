@@ -10,10 +10,10 @@ from types import CodeType, FrameType
 from click.testing import CliRunner
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import bighorn.cli
-from bighorn_launcher.commands import bighorn as group
+import bighorn_workbench
+from bighorn_workbench.commands import bighorn as group
 
-ROOT = Path(bighorn.cli.__file__).parent
+ROOT = Path(bighorn_workbench.__file__).parent
 MAX_FILES, MAX_MOVES = 12, 30
 
 

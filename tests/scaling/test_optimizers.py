@@ -20,7 +20,7 @@ from tests.support.loss_scaling import ROUGH, backward, optimizers, train_on
 
 @optimizers
 def test_it_trains_as_torch_where_they_coincide(make: Callable[..., Optimizer]) -> None:
-    """torch's GradScaler has the policy of WindowScale."""
+    """Torch's GradScaler has the policy of WindowScale."""
     ours, theirs = Parameter(torch.randn(5)), Parameter(torch.empty(5))
     theirs.data.copy_(ours)
     scaler = LossScaler(WindowScale(2.0**10, growth_interval=3))

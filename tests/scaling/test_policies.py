@@ -112,7 +112,7 @@ def test_a_new_scale_by_hand() -> None:
 
 
 def test_numbers_of_the_policy_by_hand() -> None:
-    """torch's own getters and setters read and write the policy; FixedScale does not support them."""
+    """Torch's own getters and setters read and write the policy; FixedScale does not support them."""
     scaler = LossScaler(ExponentialScale(8.0))
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.8, 2000)
     scaler.set_growth_factor(4.0)

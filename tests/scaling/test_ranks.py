@@ -219,7 +219,7 @@ MESHES = """
 
 
 def test_mixed_meshes(tmp_path: Path) -> None:
-    """torch 2.13's GradScaler uses only the first gradient's mesh, and raises if plain tensors follow it."""
+    """Torch 2.13's GradScaler uses only the first gradient's mesh, and raises if plain tensors follow it."""
     check_on_two_ranks(MESHES, tmp_path, "all", "idle")
 
 

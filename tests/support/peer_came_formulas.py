@@ -112,7 +112,7 @@ def sana(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def mindformers(leaves: Sequence[Leaf], lr: float) -> None:
-    """mindformers 0ca25cc, mindformers/core/optim/came.py, with the defaults there."""
+    """Mindformers 0ca25cc, mindformers/core/optim/came.py, with the defaults there."""
     came_pytorch(leaves, lr, b2=lambda t: 1 - t**-0.8, b3=0.99)
 
 

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bighorn.cli.ranks import end_process_group
+from bighorn_workbench.ranks import end_process_group
 
 LIMIT = 250
 """Seconds that a process may take on a busy machine, on which importing torch alone takes one minute."""
@@ -35,7 +35,7 @@ LIMIT = 250
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "bighorn.cli.train",
+        "bighorn_workbench.train",
         "pytest",
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from bighorn.cli import checkpoint
-from bighorn.cli.config import RunConfig
-from bighorn.cli.ranks import Ranks
-from bighorn.cli.run import Run
-from bighorn.cli.tasks import TASKS
+from bighorn_workbench import checkpoint
+from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.ranks import Ranks
+from bighorn_workbench.run import Run
 
 
 def fresh() -> Run:

@@ -19,10 +19,10 @@ import click
 import torch
 import torch.distributed as dist
 
-from bighorn.cli.ranks import Interrupt
-from bighorn.cli.run import Run
-from bighorn.cli.train_step import TrainStep
-from bighorn_launcher.commands import bighorn
+from bighorn_workbench.commands import bighorn
+from bighorn_workbench.ranks import Interrupt
+from bighorn_workbench.run import Run
+from bighorn_workbench.train_step import TrainStep
 from tests.support.command_line import without_dropout
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -1,0 +1,178 @@
+"""The trial of a user's task before hours are spent: a batch of each split, a loss, its gradient, an evaluation."""
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bighorn_workbench.builtin_tasks.user import UserError, UserTask, shown, user_call
+from bighorn_workbench.config import PRECISIONS, RunConfig
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.run import length, seed_generators
+from bighorn_workbench.tasks import defaults, epoch_seed, tensors_in, to_device
+
+PATIENCE = 10.0
+"""Seconds in which the batches of an evaluation are counted."""
+
+MOST_BATCHES = 100_000
+"""More batches of an evaluation than these, within that time, do not end."""
+
+
+class Trial:
+    """A trial of a task as a run with a resolved ``config`` would use it."""
+
+    def __init__(self, task: UserTask, config: RunConfig) -> None:
+        self.task, self.config, self.device = task, config, torch.device(config.device)
+        self.place = task.place
+
+    def run(self, splits: Iterable[str] = ("test",)) -> None:
+        """Try everything, with evaluations on ``splits``.
+
+        Raises:
+            InputError: Something is wrong. The message names the method, what it returned, and the remedy.
+        """
+        torch.set_num_threads(self.config.threads or 1)
+        model = self._model()
+        batch = self._training_batch()
+        self._loss(model, batch)
+        for split in splits:
+            try:
+                self._other_batches(split)
+                self._evaluation(model, split)
+            except UserError as error:
+                if split != "validation":
+                    raise
+                raise InputError(
+                    f"{error}\nThe best options are chosen on the split 'validation': give the task one, or a method "
+                    "held_out() that returns the task with a part of its training data as that split."
+                ) from error
+
+    def _model(self) -> nn.Module:
+        """Make the model twice, from the same seed."""
+        model, again = self._new_model(), self._new_model()
+        for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+            if one.device.type not in ("cpu", self.device.type):
+                raise InputError(
+                    f"{self.place}: model() has {name} on {one.device}, but --device is {self.device}. Make it on the "
+                    "CPU; the run moves it."
+                )
+            if not _same(one, other):
+                raise InputError(
+                    f"{self.place}: model() gives another {name} for the same seed, so that no run can be repeated. "
+                    "Initialise it by torch's, NumPy's or Python's global generator, which the run seeds."
+                )
+        return model.to(self.device, PRECISIONS.get(self.config.precision, torch.float32))
+
+    def _new_model(self) -> nn.Module:
+        seed_generators(self.config.seed)
+        model = self.task.model()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"{self.place}: model() returned {shown(model)}, but must return a torch.nn.Module.")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError(f"{self.place}: model() has no trainable parameters. Give it one with requires_grad.")
+        return model
+
+    def _training_batch(self) -> Any:
+        """Take the first batch twice, from the same seed."""
+        size = self.config.batch_size or 1
+        what = f"{self.place}: batches('train', {size}, generator)"
+        batches = self._batches("train")
+        if length(batches) is None and defaults(self.task).samples is None and self.config.steps is None:
+            raise InputError(
+                f"{what} has no len(), so that an epoch has no length, and may be endless. Give --steps, or give the "
+                "task an attribute samples or steps."
+            )
+        batch, again = self._first(batches, what), self._first(self._batches("train"), what)
+        pairs = zip(tensors_in(batch), tensors_in(again), strict=False)
+        if not all(_same(one, other) for one, other in pairs):
+            raise InputError(
+                f"{what} gives another first batch for a generator with the same seed, so that no run can be repeated "
+                "or resumed. Draw the order from it, as in DataLoader(..., shuffle=True, generator=generator)."
+            )
+        return batch
+
+    def _batches(self, split: str) -> Iterable[Any]:
+        seed_generators(self.config.seed)
+        generator = torch.Generator().manual_seed(epoch_seed(self.config.seed, 0))
+        return self.task.batches(split, self.config.batch_size or 1, generator)
+
+    def _first(self, batches: Iterable[Any], what: str) -> Any:
+        for batch in batches:
+            for tensor in tensors_in(batch):
+                if tensor.device.type not in ("cpu", self.device.type):
+                    raise InputError(
+                        f"{what} has a tensor on {tensor.device}, but --device is {self.device}. Leave it on the CPU; "
+                        "the run moves it."
+                    )
+            return batch
+        raise InputError(
+            f"{what} gives no batch: the split is empty, its iterator was used up before, or drop_last leaves nothing "
+            "at this batch size. Return a new iterator at every call, or take a smaller --batch-size."
+        )
+
+    def _loss(self, model: nn.Module, batch: Any) -> None:
+        what = f"{self.place}: loss(model, batch)"
+        given = f"for batch = {shown(batch)}"
+        seed_generators(self.config.seed)
+        fp16 = self.config.precision == "fp16"
+        with torch.autocast(self.device.type, torch.float16, enabled=fp16):
+            returned = self.task.loss(model.train(), to_device(batch, self.device))
+        loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise InputError(
+                f"{what} returned {shown(loss)} {given}, but must return a scalar tensor: the batch's mean."
+            )
+        for name, value in metrics.items():
+            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.ndim == 0):
+                raise InputError(
+                    f"{what} returned the metric {name!r} = {shown(value)} {given}, which must be a number."
+                )
+        if not math.isfinite(loss.item()):
+            raise InputError(
+                f"{what} is {loss.item()} {given}, before any step. Look for a logarithm or a division of zero, or for "
+                "NaN in the data."
+            )
+        if not loss.requires_grad:
+            raise InputError(
+                f"{what} does not depend on the parameters: it has no gradient. Compute it by calling model(...), "
+                "without torch.no_grad(), .item() or .detach()."
+            )
+        user_call(f"{self.place}: the backward pass of loss(model, batch) {given}", loss.backward)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        if not any(gradient.any() for gradient in gradients):
+            raise InputError(f"{what} does not depend on the parameters: all gradients are zero {given}.")
+        if not all(gradient.isfinite().all() for gradient in gradients) and not fp16:
+            raise InputError(f"{what} has gradients that are not finite {given}. Look for a root or a norm of zero.")
+
+    def _other_batches(self, split: str) -> None:
+        """Count the batches of a split that is evaluated, since an evaluation of endless ones would never end."""
+        batches, ends = self._batches(split), time.monotonic() + PATIENCE
+        self._first(batches, f"{self.place}: batches({split!r}, {self.config.batch_size}, generator)")
+        if length(batches) is not None:
+            return
+        for number, _ in enumerate(batches):
+            if number >= MOST_BATCHES:
+                raise InputError(
+                    f"{self.place}: batches({split!r}, {self.config.batch_size}, generator) gives more than "
+                    f"{MOST_BATCHES:,} batches: it does not end. Let it make one pass over the split."
+                )
+            if time.monotonic() > ends:
+                return
+
+    @torch.no_grad()
+    def _evaluation(self, model: nn.Module, split: str) -> None:
+        with torch.autocast(self.device.type, torch.float16, enabled=self.config.precision == "fp16"):
+            found = self.task.evaluate(model.eval(), split)
+        value = found[self.task.metric]
+        if not math.isfinite(value):
+            raise InputError(
+                f"{self.place}: evaluate(model, {split!r}) gives {self.task.metric} = {value} before any step, which "
+                "decides nothing. Return a finite number."
+            )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -1,0 +1,190 @@
+"""Tasks and models out of a user's files: how they are imported, and how an error in them is reported."""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.tasks import defaults
+from bighorn_workbench.values import suggestion
+
+METHODS = ("model", "batches", "loss", "evaluate")
+OWN_CODE = (str(Path(__file__).parents[1]), "<frozen importlib", str(Path(importlib.util.__file__).parent))
+
+
+class UserError(InputError):
+    """An error in the user's code; the message has its traceback, without our frames."""
+
+
+def imported(flag: str, place: str, forms: str) -> Any:
+    """Return what ``FILE.py:NAME`` or ``PACKAGE.MODULE:NAME`` names; modules are also looked for in the current folder.
+
+    Raises:
+        InputError: It cannot be imported.
+    """
+    source, colon, attribute = place.rpartition(":")
+    is_file = source.endswith(".py")
+    words = [*attribute.split("."), *([] if is_file else source.split("."))]
+    if not colon or not all(word.isidentifier() for word in words):
+        raise InputError(f"{flag} {place!r} is not of the form {forms} like mypackage.nets:small.")
+    if is_file and not Path(source).is_file():
+        raise InputError(f"{flag} {place}: there is no file {source} in {Path.cwd()}.")
+    found = user_call(f"{flag} {place}", partial(_module_of_file if is_file else _module, source))
+    for word in attribute.split("."):
+        if not hasattr(found, word):
+            public = [name for name in dir(found) if not name.startswith("_")]
+            raise InputError(f"{flag} {place}: no {word!r} there; {suggestion(word, public)}")
+        found = getattr(found, word)
+    return found
+
+
+def _module(name: str) -> Any:
+    _search(Path.cwd())  # as in `python -m`
+    return import_module(name)
+
+
+def _module_of_file(name: str) -> Any:
+    path = Path(name).resolve()
+    _search(path.parent)  # as in `python FILE.py`, for the modules beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # the workers of a DataLoader find its classes by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def user_call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a user's function; an error in it becomes a :class:`UserError` that says what was called with what."""
+    try:
+        return function(*arguments)
+    except InputError:
+        raise
+    except Exception as error:  # the code of users may raise any error
+        given = f" was called with ({', '.join(map(shown, arguments))}), and" if arguments else ""
+        raise UserError(f"{what}{given} failed:\n{user_traceback(error)}") from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error, from the first frame that is not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while frames and frames[0].filename.startswith(OWN_CODE):
+        del frames[0]
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*head, *traceback.format_exception_only(error)]).rstrip()
+
+
+def shown(value: object) -> str:
+    """Return an argument in short: tensors by dtype and shape.
+
+    Example:
+        >>> shown((torch.ones(2, 3), {"ids": torch.arange(4)}, "train"))
+        "(float32[2, 3], {'ids': int64[4]}, 'train')"
+    """
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(shown, value[:8])) + ", ..." * (len(value) > 8)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+class UserTask:
+    """A task of a user, whose errors say which method was called with what.
+
+    Args:
+        task: An object with the members of :class:`bighorn_workbench.tasks.Task`.
+        place: Its name in messages.
+
+    Raises:
+        InputError: A member is missing.
+    """
+
+    def __init__(self, task: Any, place: str) -> None:
+        missing = [f"{name}()" for name in METHODS if not callable(getattr(task, name, None))]
+        if not isinstance(getattr(task, "metric", None), str):
+            missing.append('the attribute metric, such as metric = "accuracy"')
+        if missing:
+            has = "the module" if isinstance(task, type(sys)) else type(task).__name__
+            raise InputError(f"--task {place}: {has} lacks {', '.join(missing)}. See bighorn_workbench.tasks.Task.")
+        try:
+            defaults(task)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"--task {place}: {error}. See bighorn_workbench.tasks.Defaults.") from error
+        self._task, self.place = task, place
+        text = inspect.getdoc(task) if type(task).__module__ != "builtins" else ""
+        text = (text or type(task).__name__).partition("\n")[0].rstrip(".")
+        self.description = getattr(task, "description", "") or text
+
+    def code(self) -> str:
+        """Return a digest of the file that defines the task; "" if there is none, as in a notebook."""
+        try:
+            source = Path(inspect.getfile(type(self._task)))
+        except (OSError, TypeError):
+            return ""
+        return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._task, name)  # an optional attribute or method
+        return partial(self._call, name) if callable(value) else value
+
+    def batches(self, split: str, batch_size: int, generator: torch.Generator) -> Iterable[Any]:
+        """Call the user's method; also errors of the iteration are reported."""
+        return UserBatches(self, split, batch_size, generator)
+
+    def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
+        """Call the user's method, and check what it returns."""
+        found: Any = self._call("evaluate", model, split)
+        asked = f"{self.place}: evaluate(model, {split!r})"
+        if not isinstance(found, Mapping) or self.metric not in found:
+            raise InputError(
+                f"{asked} returned {shown(found)}, but must return a dict with the metric that decides, "
+                f"{{{self.metric!r}: ...}}."
+            )
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{asked} returned {shown(found)}, but every value must be one number.") from error
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        return user_call(f"{self.place}: {name}", getattr(self._task, name), *arguments)
+
+
+class UserBatches:
+    """The batches of a user's task, whose errors say so."""
+
+    def __init__(self, task: UserTask, split: str, batch_size: int, generator: torch.Generator) -> None:
+        self._name = f"{task.place}: batches({split!r}, {batch_size}, generator)"
+        self._made: Any = task._call("batches", split, batch_size, generator)
+        if not isinstance(self._made, Iterable):
+            raise InputError(
+                f"{self._name} returned {shown(self._made)}, which is not iterable. Return a DataLoader, a list or a "
+                "generator."
+            )
+
+    def __len__(self) -> int:
+        return len(self._made)  # a TypeError if it has none, as everywhere
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = user_call(self._name, iter, self._made)
+        end = object()
+        while (batch := user_call(f"iterating {self._name}", lambda: next(iterator, end))) is not end:
+            yield batch

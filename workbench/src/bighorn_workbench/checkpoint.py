@@ -1,0 +1,117 @@
+"""Checkpoints: files from which a resumed run is bitwise equal to the run that was never interrupted."""
+
+import hashlib
+import zipfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bighorn_workbench import files
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.environment import environment
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.options import flag_of
+from bighorn_workbench.run import Run
+from bighorn_workbench.tasks import defaults, map_tensors
+
+FORMAT = "bighorn checkpoint 4"
+ELSEWHERE = ("data", "device", "threads")
+"""Options that may differ when a run is resumed, for example on another machine."""
+REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
+
+
+def save(run: Run, path: Path) -> None:
+    """Write the run to ``path``, atomically; call it in all processes."""
+    about = {
+        "format": FORMAT,
+        "config": asdict(run.config),
+        "environment": environment(run.config.device),
+        "data": run.fingerprint,
+        "processes": run.ranks.size,
+    }
+    checkpoint = {**about, "run": run.state_dict()}
+    run.ranks.from_first(lambda: _write({**checkpoint, "digest": digest(checkpoint)}, path))
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    try:
+        files.write(path, lambda file: torch.save(checkpoint, file))
+    except files.WriteError as error:
+        remedy = f" Then continue with: bighorn train --resume {path}" if path.exists() else ""
+        raise InputError(f"{error}{remedy}") from error
+
+
+def digest(checkpoint: dict[str, Any]) -> str:
+    """Return a digest of all but the values in tensors, of which a changed one is seen by the file's own checksums."""
+    rest = {name: value for name, value in checkpoint.items() if name != "digest"}
+    return hashlib.sha256(repr(map_tensors(lambda tensor: (tensor.dtype, tensor.shape), rest)).encode()).hexdigest()
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint without running code from the file.
+
+    Raises:
+        InputError: The file is missing, damaged or of another kind.
+    """
+    files.check_regular(path, "--resume")
+    if not path.is_file():
+        raise InputError(f"--resume {path}: there is no such file.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # torch.load does not verify checksums
+        if broken is not None:
+            raise zipfile.BadZipFile(broken)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load can raise any error of its zip, pickle and storage readers
+        raise InputError(f"--resume {path} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise InputError(f"--resume {path} was not written by this version of `bighorn train --save`. {REMEDY}")
+    if checkpoint.get("digest") != digest(checkpoint):
+        raise InputError(f"--resume {path} is damaged: it was changed after it was written. {REMEDY}")
+    return checkpoint
+
+
+def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
+    """Continue ``run`` from ``checkpoint``; return the differences that may change the last bits of the result.
+
+    Raises:
+        InputError: The data are not those of the saved run.
+    """
+    if checkpoint["data"] != run.fingerprint:
+        raise InputError(
+            f"the training data ({defaults(run.task).description}) are not those of the checkpoint: see --data."
+        )
+    try:
+        run.load_state_dict(checkpoint["run"])
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        text = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise InputError(f"the checkpoint does not fit the model: {text}. {REMEDY}") from error
+    then, now = checkpoint["environment"], environment(run.config.device)
+    then, now = then | {"processes": checkpoint["processes"]}, now | {"processes": run.ranks.size}
+    return [f"{name}: {then.get(name)} then, {now[name]} now" for name in now if str(then.get(name)) != str(now[name])]
+
+
+def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
+    """Return the configuration of a checkpoint; ``given`` are the options on the command line other than ``--resume``.
+
+    Raises:
+        InputError: An option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ.
+    """
+    unknown = checkpoint["config"].keys() - {field.name for field in fields(RunConfig)}
+    if unknown:
+        raise InputError(
+            f"the checkpoint has the option {min(unknown)!r}, which this version of bighorn does not know. Resume it "
+            "with the version that has written it, or a later one."
+        )
+    saved = asdict(RunConfig(**checkpoint["config"]))  # with the defaults of options that were added later
+    for name, value in given.items():
+        if name not in ELSEWHERE and saved[name] != value:
+            flag = flag_of(name)
+            has = f"no {flag}" if saved[name] is None else f"{flag} {saved[name]}"
+            raise InputError(
+                f"{flag} {value} contradicts the checkpoint, whose run has {has}. "
+                f"Leave {flag} out to resume, or leave --resume out to start anew."
+            )
+    return RunConfig(**(saved | {name: given[name] for name in ELSEWHERE if name in given}))

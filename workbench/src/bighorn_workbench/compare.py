@@ -1,0 +1,302 @@
+"""``bighorn compare``: optimizers at several batch sizes, each tuned with the same number of trials."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from bighorn.arguments import number
+from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, load
+from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
+from bighorn_workbench.display import busy, counting, duration, table_of, terminal
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.logs import log_option, opened
+from bighorn_workbench.metrics import metric_text
+from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
+from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
+from bighorn_workbench.ranks import world_size
+from bighorn_workbench.run import Run
+from bighorn_workbench.search import FULL, Plan, Search
+from bighorn_workbench.space import Entry, read_spaces, spans
+from bighorn_workbench.tasks import Task, defaults
+from bighorn_workbench.trials import held_out
+from bighorn_workbench.values import names, numbers, seconds_in
+from bighorn_workbench.verdict import chosen, columns, row, step_seconds, unfinished, verdicts, warnings
+from bighorn_workbench.workers import fill, places
+
+TRIALS, MOST_TRIALS = 12, 100
+"""The trials of a cell without and with a budget of time."""
+
+WIDEST = 120
+"""Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
+
+
+@dataclass(frozen=True)
+class CompareConfig(Options):
+    """The options of a comparison; None stands for the task's default."""
+
+    task: str = option("digits", TASK_HELP, kind=TaskName())
+    data: str | None = option(None, DATA_HELP, shown="what comes with the task")
+    optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
+    batch_sizes: str | None = option(
+        None,
+        "Batch sizes.",
+        shown="by task "
+        + "; ".join(f"{name} {','.join(map(str, defaults(task).batch_sizes))}" for name, task in TASKS.items()),
+    )
+    trials: int | None = option(
+        None,
+        "Trials of each optimizer at each batch size, the first with its defaults.",
+        shown=f"{TRIALS}, or at most {MOST_TRIALS} with --budget",
+        check=COUNT,
+    )
+    budget: str | None = option(
+        None,
+        "Time for all runs, like 2h: as many trials as leave time for the final runs, the same number for each "
+        "optimizer at each batch size; no run is cut short.",
+        shown="none",
+        check=seconds_in,
+    )
+    prune: bool = option(
+        False,
+        "Look at trials at each quarter of their steps after the longest warm-up, and stop one in the worst quarter of "
+        f"what the first {FULL} of its optimizer and batch size had then; these run in full. A stopped trial counts, "
+        "and is never the best. Any number of processes stops the same ones. Not with --budget.",
+        shown="off",
+    )
+    space: tuple[str, ...] = option(
+        (),
+        "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
+        "may be repeated. Also one_minus_beta1, one_minus_beta2, one_minus_beta3, one_minus_momentum and eps.",
+        shown="; ".join(f"{name} {spans(recipe.space)}" for name, recipe in OPTIMIZERS.items()),
+    )
+    epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
+    seeds: int = option(3, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
+    target: float | None = option(
+        None, "Value of the task's metric on test data to count the steps to.", shown="the task's", check=number
+    )
+    precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
+    processes: int | None = option(
+        None, "Runs at a time, each on one thread.", shown="one per processor, or per GPU", check=COUNT
+    )
+    device: str = option("cpu", "Device of torch for the runs.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prune and self.budget is not None:
+            raise InputError("--budget counts trials of full length, and --prune stops some: give one of them.")
+
+    def entries(self, task: Task) -> list[Entry]:
+        """The cells to fill, with resolved options."""
+        about = defaults(task)
+        sizes = about.batch_sizes or (about.batch_size,)
+        if self.batch_sizes is not None:
+            sizes = numbers("--batch-sizes", self.batch_sizes, int)
+        optimizers = names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS)
+        spaces = read_spaces(self.space, optimizers)
+        shared = {name: getattr(self, name) for name in ("task", "data", "epochs", "precision", "device")}
+        return [
+            Entry(
+                name, RunConfig(**(shared | CONTESTANTS[name]), batch_size=size, threads=1).resolved(task), spaces[name]
+            )
+            for name in optimizers
+            for size in sizes
+        ]
+
+
+@click.command(
+    cls=Command,
+    epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --study digits.study --report c.html",
+)
+@config_options(CompareConfig)
+@click.option(
+    "--study",
+    type=FILE,
+    help="Keep every run here when it ends; the same command goes on there, also several at a time.",
+)
+@click.option("--report", type=FILE, help="Write an HTML report.")
+@click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
+@log_option
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    /,
+    study: Path | None,
+    report: Path | None,
+    json_file: Path | None,
+    log: str | None,
+    **options: Any,
+) -> None:
+    """Compare optimizers over batch sizes, each tuned by as many trials.
+
+    The trials of an optimizer at a batch size are a quasi-random sequence in its space of options, and train without
+    the validation data, on which the best one is chosen. Then fresh seeds train with its options, and the test data
+    are looked at for the first time. Ctrl-C reports what there is; with --study the same command goes on.
+    """
+    config = CompareConfig(**options)
+    check_device(config.device)
+    if world_size() > 1:
+        raise InputError(
+            "compare starts its own processes, one for each GPU: start it once, without torchrun, which is for train."
+        )
+    if study is not None:
+        files.check_regular(study, "--study")
+        files.check_writable(study, "--study")
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
+    about = provenance(command_line(ctx))
+    console = terminal()
+    with tempfile.TemporaryDirectory() as folder:
+        place = study or Path(folder) / "study"
+        processes = config.processes or places(config.device)
+        search = prepare(config, load(config.task, config.data), place, processes)
+        try:
+            _run(search, config, processes, console, log)
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
+            search.release()
+            if study is None:
+                study = files.unused(Path("bighorn-compare.study"))
+                shutil.copyfile(place, study)
+        _finish(search, config, about, report, json_file, console)
+        done = len(search.finished())
+    if stopped:
+        console.print(
+            f"Interrupted after {done} of {search.total} runs. Repeat the command with --study {study} to go on."
+        )
+        ctx.exit(130)
+
+
+def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -> Search:
+    """Return the search of a comparison, after everything that can be wrong has been tried."""
+    entries = config.entries(task)
+    tuned = held_out(task)
+    if isinstance(task, UserTask) and isinstance(tuned, UserTask):
+        for base in {entry.base.batch_size: entry.base for entry in entries}.values():
+            Trial(task, base).run()
+            Trial(tuned, base).run(("validation",))
+    for entry in entries:
+        Run(entry.base, tuned)
+    target = defaults(task).target if config.target is None else config.target
+    data = fingerprint(task, entries[0].base.batch_size or 1)
+    code = task.code() if isinstance(task, UserTask) else ""
+    budget = None if config.budget is None else seconds_in("--budget", config.budget)
+    trials = config.trials or (TRIALS if budget is None else MOST_TRIALS)
+    plan = Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes, config.prune)
+    return Search(plan, task)
+
+
+def _run(search: Search, config: CompareConfig, processes: int, console: Console, log: str | None) -> None:
+    """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
+    plan, metric = search.plan, search.task.metric
+    starting = time.process_time() if processes > 1 else 0.0  # each process imports and loads what this one has
+    base = plan.entries[0].base
+    length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
+    known, total = len(search.finished()), search.total
+    many = f"{total} runs" if plan.budget is None else f"as many runs as fit in {config.budget}"
+    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {many}, {processes} at a time")
+    for name, space in {entry.name: entry.space for entry in plan.entries}.items():
+        console.print(f"{name}: {spans(space)}")
+    if known:
+        console.print(f"{known} of the runs are in {plan.path}.")
+    runs = (Run(entry.base, search.task) for entry in plan.entries)
+    seconds = sum(step_seconds(run) * run.total for run in runs) / processes
+    if plan.budget is None:
+        seconds *= (total - known) / len(plan.entries)
+        console.print(f"This takes {duration(starting + seconds)}{busy()}.")
+    else:
+        fit = min(int(plan.budget / seconds) - plan.seeds, plan.trials)
+        about = f"about {fit}" if fit > 0 else f"not one, which takes {duration(seconds * (1 + plan.seeds))} in all"
+        console.print(f"Trials of each that fit beside {plan.seeds} final runs, if no other programs run: {about}.")
+    with counting(console) as bar:
+        task_id = bar.add_task("runs", total=total, completed=known)
+        shown = {(name, trial.config) for name, trial in search.finished()}
+        started = time.monotonic()
+
+        def look() -> None:
+            for name, trial in search.finished():
+                if (name, trial.config) in shown:
+                    continue
+                shown.add((name, trial.config))
+                kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
+                if log is not None:
+                    title = f"{name}, batch {trial.config.batch_size}, {kind}, run {len(shown)}"
+                    with opened(log, title, trial.config, {metric: trial.value}) as write:
+                        for step, value in trial.curve:
+                            write({f"{kind.split()[0]}/{metric}": value}, step)
+                total, spent = search.total, time.monotonic() - started
+                bar.update(task_id, completed=len(shown), total=total)
+                if not console.is_terminal:
+                    left = max(spent / (len(shown) - known) * (total - len(shown)), (plan.budget or 0) - spent)
+                    console.print(
+                        f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
+                        f"{kind}: {metric} {metric_text(metric, trial.value)}{', stopped' * trial.pruned}; "
+                        f"{duration(left)} left"
+                    )
+
+        fill(search, processes, look)
+        look()
+
+
+def _finish(
+    search: Search,
+    config: CompareConfig,
+    about: Mapping[str, Any],
+    report: Path | None,
+    json_file: Path | None,
+    console: Console,
+) -> None:
+    """Print the answers and the table, and write the report and the JSON."""
+    cells, plan = search.cells(), search.plan
+    head = columns(search.task.metric, plan.target)
+    rows = [row(cell, plan.target is not None) for cell in cells]
+    answers = verdicts(cells) if cells else []
+    notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
+    if plan.budget is not None and cells:
+        tried = str(search.trials) if search.trials > 1 else "1, the defaults. Nothing was tuned"
+        notes.append(f"--budget {config.budget} had time for this many trials of each: {tried}.")
+    if report is not None and not cells:
+        notes.append(f"No report {report}: there are no final runs yet.")
+    for line in answers:
+        console.print(line)
+    if cells:
+        # Without the last column: the report has the time, and names need the width.
+        shown = table_of(head[:-1], [each[:-1] for each in rows], groups=True)
+        terminal(width=max(console.width, WIDEST)).print(shown)
+    for line in notes:
+        console.print(line)
+    base = plan.entries[0].base
+    settings = asdict(config) | {
+        "optimizers": ", ".join(dict.fromkeys(entry.name for entry in plan.entries)),
+        "batch_sizes": ", ".join(dict.fromkeys(str(entry.base.batch_size) for entry in plan.entries)),
+        "space": "; ".join(dict.fromkeys(f"{entry.name} {spans(entry.space)}" for entry in plan.entries)),
+        "trials": search.trials,
+        "epochs": base.epochs,
+        "steps": base.steps,
+        "target": plan.target,
+    }
+    data = defaults(search.task).description
+
+    def page() -> str:
+        from bighorn_workbench.reports.compare import compare_report
+
+        return compare_report(cells, data, head, rows, answers, notes, about["command"], settings)
+
+    content = {
+        **about,
+        "config": settings,
+        "data": {"description": data, "sha256": plan.data},
+        "cells": [cell.as_json() for cell in cells],
+        "words": [*answers, *notes],
+    }
+    files.finish(console.print, report if cells else None, page, json_file, lambda: content)

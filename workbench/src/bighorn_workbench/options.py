@@ -1,0 +1,175 @@
+"""Click options made from the fields of a dataclass, so that name, type, default and help are declared once."""
+
+import dataclasses
+import difflib
+import shlex
+import typing
+from collections.abc import Callable, Container
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from bighorn.arguments import integer, number
+from bighorn_workbench.errors import InputError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class FilePath(click.Path):
+    """A path. An empty string is an error: ``--save "$UNSET"`` would mean the current folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument to a Path."""
+        if value == "":
+            self.fail("the name is empty. Give the name of a file, or leave the option out.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = FilePath()
+
+
+SECTIONS = {
+    "Model and data": "task data table shapes model hf_config seed",
+    "Optimizer": "optimizer optimizers optimizer_option space lr lr_scaling lr_min lr_max warmup schedule weight_decay "
+    "max_grad_norm state_dtype weight_rounding",
+    "Length": "batch_size batch_sizes epochs steps trials budget prune seeds seconds target",
+    "Precision and device": "precision loss_scale backend device threads processes gpu_memory accumulate "
+    "tail_overlap shard_update offload clip",
+    "Files": "study save resume report json_file log plot_schedule",
+}
+"""The headings of a command's help, and the options below each; others come last."""
+
+
+class Command(click.Command):
+    """A command whose help has its options under headings."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; of an unknown option, name those that are near by their letters, not by the dashes before them."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
+            near = difflib.get_close_matches(error.option_name.lstrip("-"), known, n=2)
+            raise click.NoSuchOption(error.option_name, possibilities=[f"--{each}" for each in near], ctx=ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, by :data:`SECTIONS`."""
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        for heading, names in SECTIONS.items():
+            mine = [record for name in names.split() if (record := records.pop(name, None))]
+            if mine:
+                with formatter.section(heading):
+                    formatter.write_dl(mine)
+        with formatter.section("Other"):
+            formatter.write_dl([record for record in records.values() if record])
+
+
+MOST = 3.4e38
+"""The largest float32, the dtype of the kernels' arithmetic."""
+
+POSITIVE = partial(number, high=MOST, above=True)
+COUNT = partial(integer, least=1)
+THREADS = partial(integer, least=1, most=1024)
+"""The most is far more than any CPU has. OpenMP ends the process if it has no memory for the requested threads."""
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    shown: str | None = None,
+    choices: tuple[str, ...] = (),
+    check: Callable[[str, Any], Any] | None = None,
+    kind: "click.ParamType[Any] | None" = None,
+) -> Any:
+    """A field of :class:`Options` that is also a command line option (see :func:`config_options`).
+
+    Args:
+        default: The default; None if another table defines it.
+        text: The help text.
+        shown: The default as the help shows it, if ``default`` is None.
+        choices: The values allowed; empty for any.
+        check: A function that is called with the flag and a value other than None, and raises an error for a wrong one.
+        kind: The type of the option, if it is neither that of the field nor the choices.
+    """
+    about = {"help": text, "shown": shown, "choices": choices, "check": check, "kind": kind}
+    return dataclasses.field(default=default, metadata=about)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options that are checked when an object is created.
+
+    Raises:
+        InputError: A check has refused a value.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, check = getattr(self, field.name), field.metadata["check"]
+            if value is not None and check is not None:
+                try:
+                    check(flag_of(field.name), value)
+                except (TypeError, ValueError) as error:
+                    raise InputError(str(error)) from error
+
+
+def flag_of(name: str) -> str:
+    """Return the command line option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def config_options(config: type[Any], only: Container[str] | None = None) -> Callable[[Function], Function]:
+    """Add to a command one option per field of the dataclass ``config``, or per field in ``only``."""
+    hints = typing.get_type_hints(config)
+
+    def decorate(command: Function) -> Function:
+        for field in reversed(dataclasses.fields(config)):
+            if only is not None and field.name not in only:
+                continue
+            choices, shown, kind = (field.metadata[name] for name in ("choices", "shown", "kind"))
+            hint = hints[field.name]
+            plain = next(iter(typing.get_args(hint)), hint)  # int of `int | None`, str of `tuple[str, ...]`
+            command = click.option(
+                flag_of(field.name),
+                type=None if hint is bool else kind or (click.Choice(choices) if choices else plain),
+                is_flag=hint is bool,
+                default=field.default,
+                multiple=isinstance(field.default, tuple),
+                show_default=shown or field.default is not None,
+                help=field.metadata["help"],
+            )(command)
+        return command
+
+    return decorate
+
+
+def given(ctx: click.Context, config: type[Any]) -> dict[str, Any]:
+    """Return the options of ``config`` that were given on the command line, by field name."""
+    names = [field.name for field in dataclasses.fields(config) if field.name in ctx.params]
+    return {name: ctx.params[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+
+
+def command_line(ctx: click.Context) -> str:
+    """Return the command as it was given, without defaults."""
+    return shlex.join([*ctx.command_path.split(), *words(ctx, ctx.params)])
+
+
+def words(ctx: click.Context, names: Container[str]) -> list[str]:
+    """Return the options with these names that were given on the command line, as text."""
+    found = []
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in names and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            value = ctx.params[name]
+            for each in value if isinstance(value, tuple) else (value,):
+                found.append(parameter.opts[0])
+                if each is not True:
+                    found.append(f"{each:g}" if isinstance(each, float) else str(each))
+    return found

@@ -1,0 +1,84 @@
+"""The report of ``bighorn train``."""
+
+import math
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+
+from bighorn_workbench.metrics import is_share, metric_text
+from bighorn_workbench.optimizers import KINDS, Metric, state_bytes
+from bighorn_workbench.reports import Section, plots, render
+from bighorn_workbench.run import Run
+from bighorn_workbench.tasks import defaults
+
+
+def train_report(run: Run) -> str:
+    """Return the report of ``bighorn train``."""
+    config, history = run.config, run.history
+    steps = range(1, run.step + 1)
+    tests = history.tests
+    names = sorted(tests[-1][1], key=lambda name: (name != run.task.metric, name)) if tests else []
+    tiles = {f"test {name}": _text(name, tests[-1][1][name]) for name in names}
+    tiles |= {
+        "steps": f"{run.step:,}" + ("" if run.done else f" of {run.total:,}"),
+        "training time": f"{history.seconds:.1f} s",
+        "optimizer state": f"{state_bytes(run.optimizer) / 1e6:.2f} MB",
+    }
+    sections = []
+    if steps:
+        test_steps = [step for step, test in tests if "loss" in test]
+        losses = [test["loss"] for _, test in tests if "loss" in test]
+        log = min(*history.loss, *losses, math.inf) > 0
+        figure = partial(plots.curves, steps, history.loss, test_steps, losses, "loss", log=log)
+        text = "Training: each batch, as the model is in training, and its running mean."
+        sections.append(Section("Loss", text, figure))
+        for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
+            sections.append(_metric(name, run))
+        sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
+        figure = partial(plots.line, steps, history.lr, "lr")
+        sections.append(Section("Learning rate", "As scheduled, the same for all layers.", figure))
+    head = ("step", "epoch", "learning rate", *(f"test {name}" for name in reversed(names)))
+    rows = [
+        (
+            f"{step:,}",
+            f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
+            f"{history.lr[step - 1]:.3g}",
+            *(_text(name, test.get(name)) for name in reversed(names)),
+        )
+        for step, test in tests
+    ]
+    sections.append(Section("Evaluations", head=head, rows=rows))
+    data = defaults(run.task).description
+    lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}."
+    if not run.done:
+        lead += f" Stopped after step {run.step:,} of {run.total:,}."
+    settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
+    metric = run.task.metric
+    answer = f"{tiles[f'test {metric}']} test {metric}" if tests else "No evaluation yet"
+    title = f"{answer}: {config.optimizer} on {config.task}"
+    return render(title, lead, tiles, sections, history.commands, settings, config.device)
+
+
+def _text(name: str, value: float | None) -> str:
+    return metric_text(name, value, 2) if name != "loss" or value is None else f"{value:.4f}"
+
+
+def _metric(name: str, run: Run) -> Section:
+    """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
+    steps, batches = range(1, run.step + 1), run.history.batch_metrics.get(name, [])
+    test_steps = [step for step, test in run.history.tests if name in test]
+    tests = [test[name] for _, test in run.history.tests if name in test]
+    figure = partial(plots.curves, steps, batches, test_steps, tests, name)
+    text = "On a logarithmic scale of the error, up to the best test." if is_share(name) else ""
+    return Section(name.capitalize(), text, figure)
+
+
+def _heat_map(run: Run, metric: Metric) -> Section:
+    history = run.history
+    values = np.array(history.metrics[metric.name], dtype=float).T
+    if metric.times_lr:
+        values = values * np.array([history.lr[step - 1] for step in history.metric_steps])
+    label = f"lr x {metric.label}" if metric.times_lr else metric.label
+    text = f"{metric.text} Logarithmic colours; the outermost values share the last ones."
+    return Section(metric.heading, text, partial(plots.heat_map, history.layers, history.metric_steps, values, label))

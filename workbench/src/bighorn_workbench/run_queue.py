@@ -1,0 +1,120 @@
+"""The runs of one phase of a comparison, which wait in Optuna's storage until a process takes them."""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from bighorn_workbench.space import Space
+
+BEAT, GRACE = 10.0, 60.0
+"""Seconds between two signs of life of a run, and without one after which its process is taken as dead.
+
+Optuna has such heartbeats for databases alone. SQLite's locks do not hold on every file system that machines share.
+"""
+
+PROCESSES = Path("/proc")
+"""On Linux, a folder with one entry for each process of the machine."""
+
+DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+class Queue:
+    """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
+
+    def __init__(self, study: optuna.Study, points: Sequence[dict[str, float]], space: Space, count: int) -> None:
+        self.study, self.points, self._space, self.count = study, points, space, min(count, len(points))
+        self.fill()
+
+    def fill(self) -> None:
+        """Let every run wait that neither waits, runs nor is done."""
+        known = {trial.user_attrs.get("run") for trial in self.study.trials if trial.state != TrialState.FAIL}
+        for index, point in enumerate(self.points[: self.count]):
+            if index not in known:
+                self.study.enqueue_trial(point, user_attrs={"run": index})
+
+    def take(self) -> tuple[int, optuna.Trial] | None:
+        """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
+        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            trial = self.study.ask()
+            index = trial.user_attrs.get("run")
+            if index is not None and index < self.count and not self._is_taken(index, trial.number):
+                _beat(trial)
+                for name, (low, high) in self._space.items():
+                    trial.suggest_float(name, low, high, log=low > 0)
+                return index, trial
+            self.study.tell(trial, state=TrialState.FAIL)  # another process was faster
+        return None
+
+    def _is_taken(self, index: int, number: int) -> bool:
+        """Whether a run is done, or another trial than this one is making it."""
+        others = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
+        return any(trial.user_attrs.get("run") == index and trial.number != number for trial in others)
+
+    def _done(self) -> dict[int, FrozenTrial]:
+        """Return the finished trials, by the number of the run; each counts once."""
+        done = self.study.get_trials(deepcopy=False, states=DONE)
+        found = {trial.user_attrs["run"]: trial for trial in reversed(done)}
+        return {index: found[index] for index in sorted(found) if index < self.count}
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Return what is known, by the number of the run."""
+        return {index: trial.user_attrs["result"] for index, trial in self._done().items()}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all runs are done."""
+        return len(self.results()) == self.count
+
+    @property
+    def seconds(self) -> float:
+        """The time of the finished runs."""
+        return sum(trial.duration.total_seconds() for trial in self._done().values() if trial.duration)
+
+    def release(self) -> None:
+        """Let the runs of processes that are no more wait again."""
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if is_dead(trial):
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        self.fill()
+
+
+def _beat(trial: optuna.Trial) -> None:
+    """Say that a run's process lives, and which one it is."""
+    trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
+
+
+@contextmanager
+def beating(trial: optuna.Trial) -> Iterator[None]:
+    """Say so every :data:`BEAT` seconds."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(UpdateFinishedTrialError):
+            while not over.wait(BEAT):
+                _beat(trial)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def is_dead(trial: FrozenTrial) -> bool:
+    """Whether the process of a running trial has gone from this machine, or has given no sign of life for long."""
+    assert trial.datetime_start is not None
+    machine, pid, last = trial.user_attrs.get("beat") or ("", 0, trial.datetime_start.timestamp())
+    if machine == platform.node() and PROCESSES.exists() and not (PROCESSES / str(pid)).exists():
+        return True
+    return bool(time.time() - last > GRACE)

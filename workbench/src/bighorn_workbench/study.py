@@ -1,0 +1,114 @@
+"""``bighorn compare`` and ``bighorn lr-find`` as functions, for notebooks: they return results and print nothing.
+
+They need the extra ``bighorn[study]``.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.compare import CompareConfig, prepare
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.display import terminal
+from bighorn_workbench.lr_find import Curve, SearchConfig, range_test
+from bighorn_workbench.run import Run
+from bighorn_workbench.tasks import Task
+from bighorn_workbench.trials import Cell
+from bighorn_workbench.verdict import verdicts
+
+__all__ = ["Cell", "Comparison", "Curve", "compare", "lr_find"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of a comparison.
+
+    Attributes:
+        cells: Each optimizer at each batch size: its chosen options, final runs and trials.
+        answers: Which is best and what a larger batch costs, in sentences.
+    """
+
+    cells: list[Cell]
+    answers: list[str]
+
+
+def compare(
+    task: Task,
+    optimizers: str | Sequence[str] = ("lamb", "adamw"),
+    batch_sizes: Sequence[int] | None = None,
+    study: str | Path | None = None,
+    **options: Any,
+) -> Comparison:
+    """Compare optimizers on a task, as ``bighorn compare`` does, in this process.
+
+    Args:
+        task: The task.
+        optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
+            "adamw")
+        batch_sizes: Batch sizes. Default: those of the task
+        study: A file that keeps every run, and where another call or the command goes on. Default: none
+        options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
+
+    Raises:
+        ValueError: An option is wrong, or something of the task.
+
+    Example:
+        >>> import torch
+        >>> from bighorn_workbench.tasks import Classification
+        >>> inputs = torch.randn(64, 4)
+        >>> data = inputs, (inputs[:, 0] > 0).long()
+        >>> task = Classification(data, data, model=lambda: torch.nn.Linear(4, 2))
+        >>> found = compare(task, ["sgd"], [16], trials=1, seeds=1, epochs=1)
+        >>> found.cells[0].optimizer, len(found.cells[0].trials)
+        ('sgd', 1)
+    """
+    config = CompareConfig(
+        task=type(task).__name__,
+        optimizers=optimizers if isinstance(optimizers, str) else ",".join(optimizers),
+        batch_sizes=None if batch_sizes is None else ",".join(map(str, batch_sizes)),
+        **options,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        search = prepare(config, UserTask(task, config.task), Path(study or Path(folder) / "study"))
+        search.release()
+        search.work()
+        cells = search.cells()
+    return Comparison(cells, verdicts(cells))
+
+
+def lr_find(task: Task, optimizer: str = "lamb", lr_min: float = 1e-5, lr_max: float = 10.0, **options: Any) -> Curve:
+    """Find a learning rate where the loss falls fastest as it grows, as ``bighorn lr-find`` does.
+
+    Args:
+        task: The task.
+        optimizer: The name of an optimizer, as of ``--optimizer``. Default: "lamb"
+        lr_min: The first learning rate. Default: 1e-5
+        lr_max: The last one, unless the loss ends the search before. Default: 10
+        options: Other options of the command by name, such as ``steps=200`` or ``batch_size=64``.
+
+    Returns:
+        The curve; ``curve.lrs[curve.suggestion()]`` is the rate, where ``suggestion()`` is not None.
+
+    Raises:
+        ValueError: An option is wrong, or something of the task.
+
+    Example:
+        >>> import torch
+        >>> from bighorn_workbench.tasks import Classification
+        >>> inputs = torch.randn(64, 4)
+        >>> data = inputs, (inputs[:, 0] > 0).long()
+        >>> task = Classification(data, data, model=lambda: torch.nn.Linear(4, 2))
+        >>> len(lr_find(task, "sgd", steps=20, lr_max=0.1, batch_size=32).lrs)
+        20
+    """
+    search = SearchConfig(lr_min, lr_max, **({"steps": options["steps"]} if "steps" in options else {}))
+    own = UserTask(task, type(task).__name__)
+    config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer, "steps": search.steps, "warmup": "0"})
+    config.check()
+    config = config.resolved(own)
+    Trial(own, config).run()
+    return range_test(Run(config, own), search, terminal(quiet=True))[0]

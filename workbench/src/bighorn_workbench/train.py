@@ -1,0 +1,268 @@
+"""``bighorn train``."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bighorn_workbench import checkpoint, files
+from bighorn_workbench.builtin_tasks import fingerprint, load
+from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.config import ParallelConfig, RunConfig
+from bighorn_workbench.display import Display, introduce
+from bighorn_workbench.environment import device_name, environment
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.logs import log_option, logged
+from bighorn_workbench.metrics import metric_text
+from bighorn_workbench.optimizers import state_bytes
+from bighorn_workbench.options import FILE, Command, command_line, config_options, given, words
+from bighorn_workbench.ranks import Interrupt, Ranks
+from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
+from bighorn_workbench.tasks import Task, defaults
+
+PICTURES = (".png", ".svg")
+RESULTS = ("--save", "--report", "--json")
+
+Outputs = Mapping[str, Path | None]
+"""The files to write, by option; None for an option that was not given."""
+
+
+@click.command(cls=Command, epilog="Example: bighorn train --task text --steps 200 --report run.html")
+@config_options(RunConfig)
+@config_options(ParallelConfig)
+@click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
+@click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
+@click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
+@click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
+@click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
+@log_option
+@click.pass_context
+def train(
+    ctx: click.Context,
+    /,
+    save: Path | None,
+    resume: Path | None,
+    report: Path | None,
+    json_file: Path | None,
+    plot_schedule: Path | None,
+    log: str | None,
+    **_: Any,
+) -> None:
+    """Train a model with LAMB, CAME or one of torch's optimizers.
+
+    Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
+    resumed run is bitwise the one that was never interrupted, on a GPU as far as torch's kernels are deterministic.
+    Several processes share each batch:
+
+    torchrun --nproc-per-node 2 --no-python bighorn train
+    """
+    if plot_schedule is None and save is None and resume is not None:
+        save = resume
+    outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
+    with Ranks.join() as ranks:
+        # Separate functions hold the model: see ranks.end_process_group.
+        done = _run(ctx, outputs, resume, ranks, log)
+    if not done:
+        ctx.exit(130)
+
+
+def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks, log: str | None) -> bool:
+    """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
+    run, warnings = _set_up(ctx, outputs, resume, ranks)
+    history = run.history
+    command = command_line(ctx)
+    history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
+    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    plot, save = outputs["--plot-schedule"], outputs["--save"]
+    if plot is not None:
+        introduce(run, console, warnings)
+        if ranks.first:
+            _plot(run, plot)
+        console.print(f"Schedule: {plot}; nothing was trained.")
+        return True
+    try:
+        with Interrupt(echoes=ranks.size > 1) as interrupt:
+            ranks.meet()  # a Ctrl-C at the display's first line must be safe in every process
+            display = Display(run, console, history.seconds, warnings)
+            with logged(log, run) if log and ranks.first else nullcontext(lambda: None) as update, display:
+                while not (ranks.any(interrupt.requested) or run.done):
+                    run.train_step()
+                    display.stepped()
+                    if run.evaluation_due:
+                        run.evaluate()
+                        display.evaluated()
+                        if save is not None:
+                            checkpoint.save(run, save)
+                    if run.evaluation_due or run.step % MAX_UNREAD == 0:
+                        update()
+            if not run.done and save is not None:
+                checkpoint.save(run, save)
+    except DivergedError as error:
+        _write(run, outputs, console)
+        raise InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.") from error
+    _finish(run, outputs, ctx, console)
+    return run.done
+
+
+def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, list[str]]:
+    """Create the run, or load it; the second value is its warnings."""
+    saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
+    config, parallel, task = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks))
+    if ranks.size > 1:
+        seed_generators(0)
+        ranks.check_same(
+            options={**asdict(config), **asdict(parallel), "data": None, "threads": None},
+            training_data=fingerprint(task, config.batch_size or 1),
+        )
+    run = Run(config, task, ranks, parallel=parallel)
+    idle = {"--tail-overlap": parallel.tail_overlap, "--shard-update": parallel.shard_update}
+    warnings = [
+        f"{flag} has no effect in one process; see torchrun in --help."
+        for flag, is_on in idle.items()
+        if is_on and ranks.size == 1
+    ]
+    if saved is not None:
+        differences = checkpoint.restore(run, saved)
+        warnings += [f"not as it was saved, the last bits may differ: {difference}" for difference in differences]
+    return run, warnings
+
+
+def _prepare(
+    ctx: click.Context, outputs: Outputs, resume: Path | None, saved: dict[str, Any] | None, ranks: Ranks
+) -> tuple[RunConfig, ParallelConfig, Task]:
+    """Check the options, load the task and try it: the work that can fail in a single process."""
+    options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
+    config = RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)
+    config.check()
+    if config.device != "cpu" and ranks.size > 1:
+        raise InputError(
+            f"--device {config.device} with {ranks.size} processes is not supported: no machine with several GPUs "
+            "has run this. Start one process, without torchrun, or use --device cpu."
+        )
+    if outputs["--plot-schedule"] is not None:
+        _check_plot(outputs["--plot-schedule"], outputs)
+    if ranks.rank == 0:
+        save = outputs["--save"]
+        if save is not None:
+            files.check_regular(save, "--save")
+            files.check_outputs({"--save": save}, {"--data": config.data})
+        others = {option: path for option, path in outputs.items() if option != "--save"}
+        files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
+    task = load(config.task, config.data)
+    config = config.resolved(task)
+    if isinstance(task, UserTask):
+        Trial(task, config).run()
+    return config, parallel, task
+
+
+def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console) -> None:
+    """Write the results, and print how to continue a run that Ctrl-C has ended early."""
+    ranks, save = run.ranks, outputs["--save"]
+    if not run.done and save is None:
+        name = re.sub(r"\W+", "-", run.config.task).strip("-")
+        fresh = f"bighorn-{name}-{run.config.optimizer}-step{run.step}.pt"
+        save = ranks.from_first(lambda: files.unused(Path(fresh)))
+        checkpoint.save(run, save)
+    console.print(_summary(run))
+    _write(run, outputs, console)
+    if save is not None:
+        console.print(f"Checkpoint: {save}")
+    if not run.done:
+        again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
+        again += words(ctx, {"report", "json_file", "log", *(field.name for field in fields(ParallelConfig))})
+        where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
+        console.print(
+            f"Interrupted after step {run.step} of {run.total} and saved. Resume{where} with:\n  {shlex.join(again)}"
+        )
+
+
+def _write(run: Run, outputs: Outputs, console: Console) -> None:
+    """Write the report and the JSON, in the first process."""
+
+    def page() -> str:
+        from bighorn_workbench.reports.train import train_report
+
+        return train_report(run)
+
+    if run.ranks.first:
+        files.finish(console.print, outputs["--report"], page, outputs["--json"], lambda: as_json(run))
+
+
+def _check_plot(path: Path, outputs: Outputs) -> None:
+    if path.suffix not in PICTURES:
+        raise InputError(f"--plot-schedule {path} must end in {' or '.join(PICTURES)}.")
+    for option in RESULTS:
+        if outputs[option] is not None:
+            raise InputError(f"--plot-schedule does not train, so {option} would stay empty: leave one of them out.")
+
+
+def _plot(run: Run, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.2, 2.6), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
+    steps = range(1, run.total + 1)
+    axes.plot(steps, run.schedule.as_list(run.total), "o-" if run.total == 1 else "-", color="#2f5fd0", clip_on=False)
+    axes.set_ylim(bottom=0)
+    files.write(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=150))
+
+
+def results(run: Run) -> dict[str, Any]:
+    """Return the results of a finished run; None for values that were not measured."""
+    tests, metric = run.history.tests, run.task.metric
+    last = tests[-1][1] if tests else {"loss": None, metric: None}
+    best = max if defaults(run.task).higher_is_better else min
+    return {
+        "steps": run.step,
+        "epochs": run.epoch,
+        **{f"test_{name}": value for name, value in last.items()},
+        f"best_test_{metric}": best(test[metric] for _, test in tests) if tests else None,
+        "train_seconds": run.history.seconds,
+        "samples_per_second": run.step * run.batch_size / run.history.seconds if run.history.seconds else None,
+        "skipped_steps": len(run.history.skipped),
+        "optimizer_state_bytes": state_bytes(run.optimizer),
+    }
+
+
+def _summary(run: Run) -> Table:
+    found = results(run)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    metric = run.task.metric
+    if run.history.tests:
+        text, best = (metric_text(metric, found[f"{key}_{metric}"], 2) for key in ("test", "best_test"))
+        table.add_row(f"Test {metric}", Text.assemble((text, "bold"), f" (best {best})"))
+        for name, value in run.history.tests[-1][1].items():
+            if name != metric:
+                table.add_row(f"Test {name}", f"{value:.4f}" if name == "loss" else metric_text(name, value, 2))
+    epochs = "" if run.epoch is None else f" ({run.epoch:.2f} epochs)"
+    table.add_row("Steps", f"{run.step} of {run.total}{epochs}")
+    if run.config.device != "cpu":
+        table.add_row("Device", device_name(run.config.device))
+    table.add_row("Training time", f"{found['train_seconds']:.1f} s")
+    if run.history.scale:
+        table.add_row("Loss scale", f"{run.history.scale[-1]:g}; {found['skipped_steps']} steps skipped")
+    share = " in the first process" if run.parallel.shard_update and run.ranks.size > 1 else ""
+    table.add_row("Optimizer state", f"{found['optimizer_state_bytes'] / 1e6:.2f} MB{share}")
+    return table
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """Return all data of a run, for later analysis."""
+    history = {name: values for name, values in vars(run.history).items() if name != "seconds"}
+    return {
+        "config": asdict(run.config),
+        "environment": environment(run.config.device),
+        "data": {"description": defaults(run.task).description, "sha256": run.fingerprint},
+        "peak_lr": run.peak_lr,
+        "result": results(run),
+        "history": history,
+    }

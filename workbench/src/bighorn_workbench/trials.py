@@ -1,0 +1,235 @@
+"""The runs of ``bighorn compare`` and what came of them. This module does not print."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.metrics import is_share
+from bighorn_workbench.optimizers import OPTIMIZERS, state_bytes
+from bighorn_workbench.run import DivergedError, Run
+from bighorn_workbench.tasks import Task, defaults
+
+EVALUATIONS = 20
+"""Evaluations of each final run: the resolution of the steps to the target."""
+
+LOOKS = 4
+"""Evaluations of a trial that may be stopped."""
+
+EDGE = 0.05
+"""The share of a range, in the logarithm, next to its ends."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one run.
+
+    Attributes:
+        config: The run's options.
+        value: The final value of the task's metric on the test data, or on the validation data; :func:`worst` if it
+            diverged.
+        loss: Final loss there, infinite if it diverged, and NaN for a task whose evaluation has none.
+        steps: Steps of the whole run.
+        steps_to_target: Steps after which the target was first seen, None if never.
+        seconds: Time in training steps.
+        state_bytes: Bytes of the optimizer's state.
+        curve: Each evaluation's step and value of the metric.
+        pruned: Whether the run was stopped because it fell behind others; ``value`` is its last one then.
+    """
+
+    config: RunConfig
+    value: float
+    loss: float
+    steps: int
+    steps_to_target: int | None
+    seconds: float
+    state_bytes: int
+    curve: tuple[tuple[int, float], ...]
+    pruned: bool = False
+
+    def as_json(self, metric: str) -> dict[str, Any]:
+        """Return the options that differ between the runs of a cell, and the results."""
+        names = ("lr", "weight_decay", "warmup", "optimizer_option", "seed")
+        return {
+            **{name: getattr(self.config, name) for name in names},
+            metric: self.value,
+            "loss": self.loss,
+            "steps_to_target": self.steps_to_target,
+            "seconds": round(self.seconds, 3),
+            **({"pruned": True} if self.pruned else {}),
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Return all but the configuration, for JSON."""
+        return {name: value for name, value in asdict(self).items() if name != "config"}
+
+
+def trial_of(config: RunConfig, result: dict[str, Any]) -> Trial:
+    """Return a trial from :meth:`Trial.result` after a round trip through JSON."""
+    return Trial(config, **{**result, "curve": tuple((step, value) for step, value in result["curve"])})
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One optimizer or variant at one batch size: what was tried, the best of it and its final runs."""
+
+    optimizer: str
+    batch_size: int
+    tuned: tuple[tuple[float, float], ...]
+    """Each learning rate with its value of the metric on validation data, rates ascending."""
+    lr: float
+    trials: tuple[Trial, ...]
+    tuning: tuple[Trial, ...] = ()
+    """The runs from which the best options were chosen."""
+    metric: str = "accuracy"
+    higher_is_better: bool = True
+    lr_range: tuple[float, float] = (1.0, 1.0)
+    """The lowest and the highest learning rate that could be tried."""
+
+    @property
+    def value(self) -> tuple[float, float, float]:
+        """Lowest, mean and highest final value of the metric on the test data."""
+        return _spread([trial.value for trial in self.trials])
+
+    @property
+    def loss(self) -> tuple[float, float, float]:
+        """Lowest, mean and highest final test loss."""
+        return _spread([trial.loss for trial in self.trials])
+
+    @property
+    def steps_to_target(self) -> float:
+        """The median; infinite if most runs never reached the target."""
+        return statistics.median(
+            math.inf if trial.steps_to_target is None else trial.steps_to_target for trial in self.trials
+        )
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(trial.seconds for trial in self.trials)
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """The mean of the metric after each evaluated step, over the seeds that reached it."""
+        reached: dict[int, list[float]] = {}
+        for trial in self.trials:
+            for step, value in trial.curve:
+                reached.setdefault(step, []).append(value)
+        return [(step, statistics.fmean(reached[step])) for step in sorted(reached)]
+
+    @property
+    def on_edge(self) -> bool:
+        """Whether a better learning rate may be outside the range that was searched."""
+        low, high = map(math.log, self.lr_range)
+        at = math.log(self.lr)
+        return low < high and not low + EDGE * (high - low) < at < high - EDGE * (high - low)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the cell's options, its results and every run."""
+        low, mean, high = self.value
+        config = asdict(self.trials[0].config)
+        return {
+            "name": self.optimizer,
+            "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
+            "tuned": [{"lr": lr, self.metric: value} for lr, value in self.tuned],
+            "on_edge": self.on_edge,
+            self.metric: {"lowest": low, "mean": mean, "highest": high},
+            "loss": dict(zip(("lowest", "mean", "highest"), self.loss, strict=True)),
+            "steps": self.trials[0].steps,
+            "steps_to_target": self.steps_to_target,
+            "seconds": self.seconds,
+            "state_bytes": self.trials[0].state_bytes,
+            "curve": {"steps": [step for step, _ in self.curve], self.metric: [value for _, value in self.curve]},
+            "final": [trial.as_json(self.metric) for trial in self.trials],
+            "tuning": [trial.as_json(self.metric) for trial in self.tuning],
+        }
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return min(values), statistics.fmean(values), max(values)
+
+
+def worst(task: Task) -> float:
+    """Return the value of the metric of a run that diverged: 0 for an accuracy, and infinite otherwise."""
+    if defaults(task).higher_is_better:
+        return 0.0 if is_share(task.metric) else -math.inf
+    return math.inf
+
+
+def held_out(task: Task) -> Task:
+    """Return the task on which options are chosen: it has the split "validation"."""
+    if not hasattr(task, "held_out"):
+        return task
+    made: Task = task.held_out()
+    return UserTask(made, f"{task.place}.held_out()") if isinstance(task, UserTask) else made
+
+
+def make(
+    config: RunConfig,
+    task: Task,
+    split: str,
+    target: float | None = None,
+    stepped: Callable[[], object] = lambda: None,
+    pruner: Callable[[int, float], bool] | None = None,
+    evaluations: int | None = None,
+) -> Trial:
+    """Make one run in this process.
+
+    ``stepped`` is called after each step, and ``pruner`` with each evaluation; ``evaluations`` is their number, if it
+    is not to be that of the split.
+    """
+    planned = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
+    run = Run(config, task, evaluations=evaluations or planned, split=split)
+    sign = 1 if defaults(task).higher_is_better else -1
+    steps_to_target, pruned = None, False
+    try:
+        while not (run.done or pruned):
+            run.train_step()
+            stepped()
+            if run.evaluation_due:
+                value = run.evaluate()[task.metric]
+                if target is not None and steps_to_target is None and sign * value >= sign * target:
+                    steps_to_target = run.step
+                pruned = pruner is not None and pruner(run.step, value) and not run.done
+        found = run.history.tests[-1][1]
+        value, loss = found[task.metric], found.get("loss", math.nan)
+    except DivergedError:
+        value, loss, steps_to_target = worst(task), math.inf, None
+    if math.isnan(value):
+        value = worst(task)
+    curve = tuple((step, found[task.metric]) for step, found in run.history.tests)
+    return Trial(
+        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve, pruned
+    )
+
+
+def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
+    """Return the trial of the best value that ran in full; of equal ones that of the lowest loss, then the first."""
+    sign, whole = -1 if higher else 1, [trial for trial in trials if not trial.pruned]
+    return min(whole, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+
+
+def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:
+    """Return the options of a run from the values of a search, by the names of a space.
+
+    Example:
+        >>> config = configured(RunConfig(), {"lr": 0.1, "warmup": 0.05, "one_minus_beta2": 0.01}, seed=1)
+        >>> config.lr, config.warmup, config.optimizer_option
+        (0.1, '5%', ('betas=(0.9, 0.99)',))
+    """
+    values: dict[str, Any] = {name: params[name] for name in ("lr", "weight_decay") if name in params}
+    if "warmup" in params:
+        values["warmup"] = f"{100 * params['warmup']:.3g}%"
+    of = {**OPTIMIZERS[base.optimizer].defaults, **params}
+    options = []
+    if any("beta" in name for name in params):
+        options.append(f"betas=({', '.join(f'{1 - of[name]:.6g}' for name in of if 'beta' in name)})")
+    if "one_minus_momentum" in params:
+        options.append(f"momentum={1 - params['one_minus_momentum']:.6g}")
+    if "eps" in params:
+        options.append(f"eps={params['eps']:g}")
+    values["optimizer_option"] = (*base.optimizer_option, *options)
+    return replace(base, seed=seed, **values)

@@ -1,0 +1,160 @@
+"""Functions that read and check the values of options."""
+
+import ast
+import difflib
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from textwrap import shorten
+from typing import Any, TypeVar
+
+import torch
+
+from bighorn import FixedScale, WindowScale
+from bighorn_workbench.errors import InputError
+
+Number = TypeVar("Number", int, float)
+
+COMMAND_ARGUMENTS = (
+    *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "grad_norm_group", "names"),
+)
+"""Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
+
+
+def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> float:
+    """Return the number that a text like ``1.5 h`` names in one of some units."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)
+    if found is None or not float(found[1]) or found[2] not in units:
+        raise InputError(f"{flag} {text!r} is not {like}.")
+    return float(found[1]) * units[found[2]]
+
+
+SIZES = {f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("MGT", 2) for i in ("", "i")}
+bytes_in = partial(amount, SIZES, "a size like 24GB, 80GiB or 512MB")
+seconds_in = partial(amount, {"s": 1, "min": 60, "h": 3600, "d": 86400}, "a time like 2h, 90min or 1.5d")
+
+
+def device_of(name: str) -> torch.device:
+    """Return a device of torch by its name, such as ``cuda`` or ``npu:0``; its package, as torch_xla, is imported.
+
+    Raises:
+        InputError: torch has no such device here.
+    """
+    kind = name.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise InputError(
+            f"--device {name}: torch sees no CUDA device here (torch {torch.__version__} {built}). Use a machine with "
+            "one, or --device cpu."
+        )
+    try:
+        if kind.isidentifier() and find_spec(f"torch_{kind}"):
+            import_module(f"torch_{kind}")  # torch_xla 2.9 does not register itself with torch
+        here = torch.ones(1, device=name)
+        here.cpu()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = shorten(str(error).partition("\n")[0], 120)
+        raise InputError(f"--device {name}: torch has no such device here ({reason}). Or use --device cpu.") from error
+    return here.device
+
+
+def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Read positive numbers, each once.
+
+    Example:
+        >>> numbers("--batch-sizes", "32,256", int)
+        (32, 256)
+    """
+    try:
+        values = tuple(kind(word) for word in text.split(","))
+    except ValueError as error:
+        raise InputError(f"{flag} {text!r} is not a list of numbers like 1,2,3.") from error
+    if not all(0 < value < math.inf for value in values) or len(set(values)) < len(values):
+        raise InputError(f"{flag} {text!r} must hold positive numbers, each once.")
+    return tuple(sorted(values))
+
+
+def check_name(flag: str, name: str, known: Collection[str]) -> None:
+    """Raise an error for a name that is not in ``known``."""
+    if name not in known:
+        raise InputError(f"{flag}: no {name!r} here; {suggestion(name, known)}")
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """Return the name in ``known`` that is nearest to a wrong one, or all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+
+
+def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:
+    """Read names out of ``known``, each once.
+
+    Example:
+        >>> names("--optimizers", "lamb, adamw", ["sgd", "adamw", "lamb"])
+        ('lamb', 'adamw')
+    """
+    words = tuple(word.strip() for word in text.split(","))
+    for word in words:
+        check_name(flag, word, known)
+    if len(set(words)) < len(words):
+        raise InputError(f"{flag} {text!r} names something twice.")
+    return words
+
+
+def warmup_steps(warmup: str, total: int) -> int:
+    """Read ``--warmup``, given as steps (``"200"``) or as a share of the run (``"10%"``).
+
+    Example:
+        >>> warmup_steps("10%", total=200), warmup_steps("15", total=200)
+        (20, 15)
+    """
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)(%?)", warmup.strip())
+    if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
+        raise InputError(f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%).")
+    return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
+
+
+def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
+    """Read ``--loss-scale``; None means no loss scaling.
+
+    Example:
+        >>> scale_policy("1024")
+        FixedScale(init_scale=1024.0)
+    """
+    if text is None or text == "none":
+        return None
+    if text == "dynamic":
+        return WindowScale()
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = math.nan
+    if not 1 <= scale <= torch.finfo(torch.float32).max:
+        raise InputError(f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.")
+    return FixedScale(scale)
+
+
+def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
+    """Read ``--optimizer-option NAME=VALUE``; the value is a Python literal or a bare word.
+
+    Example:
+        >>> read_options(["bias_correction=True", "betas=(0.9, 0.99, 0.999)", "factor=last_two"])
+        {'bias_correction': True, 'betas': (0.9, 0.99, 0.999), 'factor': 'last_two'}
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
+        if name in COMMAND_ARGUMENTS:
+            raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
+        if name in options:
+            raise InputError(f"--optimizer-option {text}: {name} is given twice.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # of brackets or signs, too many of them
+            options[name] = value
+    return options

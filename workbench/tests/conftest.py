@@ -1,0 +1,63 @@
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from bighorn_workbench.commands import bighorn
+from bighorn_workbench.run import Run
+from tests.support.command_line import Invoke, without_dropout, write_idx, write_text
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run ``bighorn`` in this process, in an empty folder; unexpected exceptions are raised."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, code: int = 0) -> Result:
+        result = CliRunner().invoke(bighorn, [str(word) for word in arguments], prog_name="bighorn")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def idx_folder(tmp_path: Path) -> Path:
+    """The four idx files of a tiny set of images that a network can distinguish, half of them gzipped."""
+    return write_idx(tmp_path / "idx")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    write_text(path)
+    return path
+
+
+@pytest.fixture
+def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run ``bighorn`` in this process, without dropout, in the folder of the other processes' runs."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
+    monkeypatch.chdir(together)
+    return invoke
+
+
+@pytest.fixture
+def interrupt_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the step in which this process receives a SIGINT, as from Ctrl-C."""
+    step = Run.train_step
+    at = [0]
+
+    def interrupted(run: Run) -> None:
+        if run.step + 1 == at[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(run)
+
+    monkeypatch.setattr(Run, "train_step", interrupted)
+    return lambda number: at.__setitem__(0, number)

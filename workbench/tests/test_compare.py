@@ -1,0 +1,620 @@
+"""``bighorn compare``, on searches small enough to check by hand."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+from rich.console import Console
+from torch import nn
+
+from bighorn_workbench import commands, run_queue, search, workers
+from bighorn_workbench.builtin_tasks.digits import Digits
+from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.display import table_of
+from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
+from bighorn_workbench.run import Run
+from bighorn_workbench.search import Search
+from bighorn_workbench.space import Entry, read_spaces
+from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
+from bighorn_workbench.verdict import columns, interval, row, step_seconds, unfinished, verdicts, warnings
+from bighorn_workbench.workers import fill, places
+from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.processes import LIMIT, outcomes
+from tests.support.tables import for_every
+
+
+def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> Trial:
+    config = RunConfig(lr=lr, seed=seed)
+    curve = ((5, value / 2), (10, value))
+    return Trial(config, value, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000, curve=curve)
+
+
+def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> Cell:
+    runs = tuple(trial(lr, seed, accuracy) for seed, accuracy in enumerate(accuracies))
+    return Cell(optimizer, batch_size, ((0.1, 0.5), (0.2, 0.9), (0.3, 0.6)), lr, runs, lr_range=(0.1, 0.3))
+
+
+def small(path: Path, **options: object) -> Search:
+    """A search of seven short runs."""
+    defaults = {"optimizers": "lamb", "batch_sizes": "256", "trials": 4, "seeds": 3, "epochs": 1.0}
+    return prepare(CompareConfig(**(defaults | options)), Digits(), path)  # type: ignore[arg-type]
+
+
+SMALL = ["--optimizers", "lamb", "--batch-sizes", "256", "--trials", "4", "--seeds", "3", "--epochs", "1"]
+
+
+@pytest.mark.slow
+def test_a_tiny_search_end_to_end(invoke: Invoke) -> None:
+    """The search runs in two processes, which share its trials."""
+    options = ["--trials", 3, "--space", "sgd.lr=0.1", "--batch-sizes", "256,128", "--seeds", 2, "--epochs", 3]
+    output = invoke(
+        "compare", "--optimizers", "lamb,sgd", *options, "--processes", 2, "--report", "c.html", "--json", "c.json"
+    ).output
+    result = json.loads(Path("c.json").read_text())
+    assert result["command"].startswith("bighorn compare --optimizers lamb,sgd")
+    assert result["environment"]["torch"]
+    cells = {(cell["config"]["optimizer"], cell["config"]["batch_size"]): cell for cell in result["cells"]}
+    assert list(cells) == [("lamb", 128), ("lamb", 256), ("sgd", 128), ("sgd", 256)]
+    for (name, size), cell in cells.items():
+        assert len(cell["tuning"]) == 3
+        assert [run["seed"] for run in cell["final"]] == [1, 2]
+        assert cell["on_edge"] is (f"Warning: the best learning rate of {name} at batch {size}" in output)
+        assert len(cell["curve"]["steps"]) == len(cell["curve"]["accuracy"])
+        assert f"{cell['config']['lr']:g}" in output
+        assert {run["lr"] for run in cell["tuning"]} == (
+            {0.1} if name == "sgd" else {run["lr"] for run in cell["tuning"]}
+        )
+    page = assert_self_contained(Path("c.html"))
+    for part in ("Accuracy by batch size", "steps to 95%", "lr 0.1", "Convergence", "--seeds 2", "best of 3 trials"):
+        assert part in page.text
+    best = cells["sgd", 256]
+    again = make(RunConfig(**best["config"], seed=1), Digits(), "test", 0.95)
+    assert (again.value, again.loss) == (best["final"][0]["accuracy"], best["final"][0]["loss"])
+
+
+def test_each_optimizer_gets_its_defaults_and_the_same_number_of_quasi_random_trials() -> None:
+    space = {"lr": (0.001, 0.1), "warmup": (0.02, 0.4), "weight_decay": (0.5, 0.5)}
+    points = Entry("lamb", RunConfig(lr=0.03, weight_decay=0.01), space).candidates(17)
+    assert points[0] == {"lr": 0.03, "warmup": 0.1, "weight_decay": 0.5}
+    assert points[:5] == Entry("lamb", RunConfig(lr=0.03, weight_decay=0.01), space).candidates(5)
+    for name in ("lr", "warmup"):
+        low, high = map(math.log, space[name])
+        eighths = Counter(int(8 * (math.log(point[name]) - low) / (high - low)) for point in points[1:])
+        assert set(eighths.values()) == {2}, "sixteen points of Sobol have two in each eighth of a range"
+    assert {point["weight_decay"] for point in points} == {0.5}
+    low_default = Entry("lamb", RunConfig(lr=1e-6, weight_decay=0.0), space).candidates(1)
+    assert low_default[0]["lr"] == 0.001
+    fixed = {"lr": (0.1, 0.1)}
+    assert Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), fixed).candidates(5) == [{"lr": 0.1}]
+
+
+def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RunConfig] = []
+
+    def counted(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        return trial(config.lr or 0.0, config.seed, -abs(math.log(config.lr or 1.0) + 2))
+
+    monkeypatch.setattr(search, "make", counted)
+    options = ["--processes", 1, "--study", "new/s.study"]
+    invoke("compare", *SMALL, *options, "--json", "a.json")
+    assert [config.seed for config in made] == [0, 0, 0, 0, 1, 2, 3]
+    assert len({config.lr for config in made[4:]}) == 1
+    best = max(made[:4], key=lambda config: -abs(math.log(config.lr or 1.0) + 2))
+    assert (made[4].lr, made[4].warmup, made[4].weight_decay) == (best.lr, best.warmup, best.weight_decay)
+    output = invoke("compare", *SMALL, *options, "--json", "b.json").output
+    assert "7 of the runs are in new/s.study" in output
+    assert len(made) == 7
+    first, again = (json.loads(Path(name).read_text())["cells"] for name in ("a.json", "b.json"))
+    assert first == again
+    invoke("compare", *SMALL, "--seeds", 5, *options)
+    assert [config.seed for config in made[7:]] == [4, 5]
+    invoke("compare", *SMALL, "--epochs", 2, *options)
+    assert len(made) == 9 + 7, "runs of another length are other runs"
+
+
+def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of ten seconds: six trials and three final runs of two cells take 180, and another trial of each 200."""
+    made: list[RunConfig] = []
+
+    def counted(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        return trial(config.lr or 0.0, config.seed, config.lr or 0.0)
+
+    monkeypatch.setattr(search, "make", counted)
+    monkeypatch.setattr(run_queue.Queue, "seconds", property(lambda queue: 10.0 * len(queue.results())))
+    found = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    found.work()
+    kinds = Counter((config.optimizer, config.seed == 0) for config in made)
+    assert kinds == {("lamb", True): 6, ("lamb", False): 3, ("sgd", True): 6, ("sgd", False): 3}
+    assert found.total == len(found.finished()) == 18
+    assert all(config.seed == 0 for config in made[:12]), "final runs begin when the search has ended"
+    again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    again.work()
+    assert len(made) == 18, "nothing is left to do"
+    longer = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=8, budget="1h")
+    longer.work()
+    assert longer.trials == 8
+    assert small(tmp_path / "u", trials=None, budget="0.5s").plan.budget == 0.5
+    several = prepare(CompareConfig(optimizers="lamb", budget="1h", batch_sizes="256"), Digits(), tmp_path / "t", 3)
+    assert several.trials == 3, "one for each process"
+
+
+def test_a_budget_for_one_trial_tunes_nothing_and_says_so(invoke: Invoke) -> None:
+    options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
+    output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s").output
+    assert "if no other programs run: not one, which takes a few seconds in all." in output
+    assert "on validation data, the only trial." in output
+    assert "--budget 0.001s had time for this many trials of each: 1, the defaults. Nothing was tuned." in output
+
+
+def test_trials_are_judged_by_the_first_ones_whatever_ends_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's value does not change from its first step on: ten looks, of which the fifth follows a warm-up of 40%."""
+    others: list[Search] = []
+
+    def enough() -> None:
+        if len(made) == 11:
+            raise StopIteration
+
+    def fake(config: RunConfig, *arguments: Any) -> Trial:
+        pruner = arguments[-1]
+        if len(made) == 4 and others:
+            with suppress(StopIteration):
+                others.pop().work(done=enough)  # another process ends all other trials before this one
+        value, curve, stopped = 1 / (1 + abs(math.log(config.lr or 1.0) + 2)), [], False
+        for step in range(1, 11):
+            curve.append((step, value))
+            if pruner is not None and pruner(step, value) and step < 10:
+                stopped = True
+                break
+        made.append(config)
+        return dataclasses.replace(trial(config.lr or 0.0, config.seed, value), curve=tuple(curve), pruned=stopped)
+
+    monkeypatch.setattr(search, "make", fake)
+    found: list[list[tuple[RunConfig, float, int]]] = []
+    for name in ("alone", "shared"):
+        made: list[RunConfig] = []
+        here = small(tmp_path / name, trials=12, prune=True)
+        assert here.total == 15
+        others[:] = [small(tmp_path / name, trials=12, prune=True)] if name == "shared" else []
+        here.work()
+        runs = here.tuning(0)
+        worst, other, *_ = sorted(each.value for each in runs[:4])
+        for index, each in enumerate(runs):
+            stopped = index >= 4 and each.value < worst + 0.75 * (other - worst)
+            assert (each.pruned, len(each.curve)) == (stopped, 5 if stopped else 10), index
+        found.append([(each.config, each.value, len(each.curve)) for _, each in here.finished()])
+        assert 0 < sum(each.pruned for each in runs) < 8
+        states = Counter(each.state.name for each in here._tuning[0].study.trials)
+        assert states["PRUNED"] == sum(each.pruned for each in runs)
+        [cell] = here.cells()
+        assert cell.trials[0].value == max(each.value for each in runs)
+        assert len(cell.tuned) == 12 - states["PRUNED"]
+    assert found[0] == found[1]
+    assert len(small(tmp_path / "shared", trials=12, prune=True).finished()) == 15
+    assert small(tmp_path / "shared", trials=12).finished() == [], "whole trials are other runs"
+    config = RunConfig(epochs=1, batch_size=256, threads=1).resolved(Digits())
+    short = make(config, held_out(Digits()), "validation", pruner=lambda step, _: step >= 2)
+    assert (short.pruned, [step for step, _ in short.curve]) == (True, [1, 2])
+    assert best_of([short, trial(0.1, 0, 0.0)], higher=True).config.lr == 0.1
+
+
+def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [6]
+
+    def interrupted(*arguments: object) -> Trial:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return make(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(search, "make", interrupted)
+    options = [*SMALL, "--optimizers", "lamb,sgd", "--trials", 2, "--processes", 1, "--report", "c.html"]
+    output = invoke("compare", *options, "--json", "c.json", code=130).output
+    assert "6 of 10: lamb, batch 256, lr " in output
+    assert "lamb at batch 256: 2 of 3 final runs." in output
+    assert "Interrupted after 6 of 10 runs. Repeat the command with --study bighorn-compare.study to go on." in output
+    assert len(json.loads(Path("c.json").read_text())["cells"][0]["final"]) == 2
+    assert "2 of 3 final runs" in assert_self_contained(Path("c.html")).text
+    left[0] = 100
+    output = invoke("compare", *options, "--study", "bighorn-compare.study").output
+    assert "6 of the runs are in bighorn-compare.study" in output
+    assert left[0] == 96
+
+
+@pytest.mark.process
+def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> None:
+    """A process dies within its second run; another command, which shares the study, makes that run again."""
+    path = tmp_path / "s.study"
+    script = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from workbench.tests.test_compare import small\n"
+        "from bighorn_workbench import search\n"
+        "make, count = search.make, iter(range(9))\n"
+        "search.make = lambda *a: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 1 else make(*a)\n"
+        f"small(Path({str(path)!r})).work()\n"
+    )
+    assert outcomes(script, [[]])[0].code == -signal.SIGKILL
+    found = small(path)
+    assert len(found.finished()) == 1
+    assert [trial.state for trial in found._tuning[0].study.trials].count(TrialState.RUNNING) == 1
+    fill(found, 1, lambda: None)
+    whole = small(tmp_path / "whole.study")
+    whole.work()
+
+    def results(of: Search) -> list[tuple[RunConfig, float, float]]:
+        return [(each.config, each.value, each.loss) for _, each in of.finished()]
+
+    assert len(found.finished()) == found.total == 7
+    assert results(found) == results(whole)
+    done_runs = Counter(
+        each.user_attrs["run"] for each in found._tuning[0].study.trials if each.state.name == "COMPLETE"
+    )
+    assert done_runs == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
+    one, other = small(tmp_path / "s.study"), small(tmp_path / "s.study")
+    taken = one._take()
+    assert taken is not None
+    other.release()
+    assert [each[3] for each in (taken, other._take(), one._take()) if each] == [0, 1, 2]
+    now, here = time.time(), platform.node()
+    gone = next(pid for pid in range(1, 1 << 22) if not Path(f"/proc/{pid}").exists())
+    for beat, dead in (
+        ([here, os.getpid(), now], False),
+        ([here, os.getpid(), now - 1000], True),
+        ([here, gone, now], Path("/proc").exists()),
+        (["elsewhere", gone, now], False),
+        (["elsewhere", gone, now - 1000], True),
+        (None, False),
+    ):
+        about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={} if beat is None else {"beat": beat})
+        assert run_queue.is_dead(about) is dead, beat
+
+
+def test_a_run_of_another_machine_is_taken_over_and_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine is not heard of while it makes its first run, and is back after another one has made all of them."""
+    asleep, awake = small(tmp_path / "s.study"), small(tmp_path / "s.study")
+    made: list[RunConfig] = []
+
+    def slow(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        if len(made) == 1:
+            monkeypatch.setattr(platform, "node", lambda: "another")
+            awake.release()
+            assert [each.state for each in awake._tuning[0].study.trials].count(TrialState.RUNNING) == 1
+            monkeypatch.setattr(run_queue, "GRACE", -1.0)
+            awake.release()
+            monkeypatch.setattr(run_queue, "GRACE", 60.0)
+            awake.work()
+        return trial(config.lr or 0.0, config.seed, 0.5)
+
+    monkeypatch.setattr(search, "make", slow)
+    asleep.work()
+    assert len(made) == 8
+    assert len(asleep.finished()) == len(awake.finished()) == 7
+    states = Counter(each.state.name for each in asleep._tuning[0].study.trials)
+    assert states == {"COMPLETE": 4, "FAIL": 1}
+
+
+def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = small(tmp_path / "s.study", seeds=1, trials=1), small(tmp_path / "s.study", seeds=1, trials=1)
+
+    def last() -> float:
+        trials = [each for queue in other._tuning for each in queue.study.trials]
+        return max(float(each.user_attrs["beat"][2]) for each in trials if "beat" in each.user_attrs)
+
+    def long(config: RunConfig, *_: object) -> Trial:
+        begun, until = last(), time.monotonic() + LIMIT
+        while last() == begun:
+            assert time.monotonic() < until
+        return trial(config.lr or 0.0, config.seed, 0.5)
+
+    monkeypatch.setattr(run_queue, "BEAT", 0.01)
+    monkeypatch.setattr(search, "make", lambda config, *_: long(config) if config.seed == 0 else trial(0.1, 1, 0.5))
+    here.work()
+    assert len(other.finished()) == 2
+
+
+@pytest.mark.process
+def test_an_error_of_a_run_in_another_process_ends_the_command(invoke: Invoke) -> None:
+    Path("late.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Late:\n"
+        "    metric, samples, calls = 'error', 64, 0\n"
+        "    def model(self): return nn.Linear(1, 1)\n"
+        "    def batches(self, split, size, generator): return [torch.ones(size, 1)] * 4\n"
+        "    def loss(self, model, batch):\n"
+        "        self.calls += 1\n"
+        "        return model(batch).square().mean() if self.calls < 6 else model.bias[1]\n"
+        "    def evaluate(self, model, split): return {'error': 1.0}\n"
+    )
+    options = ["--task", "late.py:Late", "--trials", 1, "--seeds", 1, "--epochs", 9, "--processes", 2]
+    output = invoke("compare", *options, code=1).output
+    assert "late.py:Late: loss was called with (Linear, float32[32, 1]), and failed:" in output
+    assert "IndexError" in output
+
+
+def test_runs_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has two of a device that is not here, and no run is made."""
+    chosen: list[int] = []
+    module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(Search, "work", lambda *_: None)
+    plan = small(tmp_path / "s.study").plan
+    monkeypatch.setattr("bighorn_workbench.workers.cores", lambda: 3)  # which a container may have of a machine's 64
+    assert [places("xpu"), places("xpu:1"), places("cpu")] == [2, 1, 3]
+    for device in ("xpu", "xpu:1", "cpu"):
+        base = dataclasses.replace(plan.entries[0].base, device=device)
+        there = dataclasses.replace(plan, entries=(dataclasses.replace(plan.entries[0], base=base),))
+        for number in range(3):
+            workers.worker(there, os.getppid(), number)
+    assert chosen == [0, 1, 0]
+
+
+def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:
+    Path("other").write_text("not a study\n")
+    assert "--study other is damaged or not a file" in invoke("compare", *SMALL, "--study", "other", code=1).output
+    assert Path("other").read_text() == "not a study\n"
+    output = invoke("compare", *SMALL, "--study", "s", "--json", "s", code=1).output
+    assert "--json s is the file of --study s" in output
+
+
+def test_torchrun_is_refused(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "start it once, without torchrun, which is for train" in invoke("compare", *SMALL, code=1).output
+
+
+def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda _: None)
+    assert "compare needs Optuna: pip install optuna" in invoke("compare", code=1).output
+
+
+def test_batch_sizes_may_differ_between_optimizers() -> None:
+    cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
+    assert verdicts(cells) == ["At batch 64 lamb has 80.0%, sgd 70.0%.", "Not settled by one seed: run --seeds 10."]
+    assert verdicts(cells[:2]) == []
+
+
+def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
+    """So it ends at the value of the cell in the table and in the verdict."""
+    found = cell("lamb", 32, 0.2, 0.9, 0.7, 0.5)
+    assert [step for step, _ in found.curve] == [5, 10]
+    assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
+    assert row(found)[3] == "70.0% (50.0-90.0)"
+    assert verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0].startswith("At batch 32 lamb has 70.0%, sgd 50.0%")
+
+
+def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> None:
+    runs = [trial(0.1, 0, 0.8), trial(0.2, 0, 0.9, loss=0.5), trial(0.3, 0, 0.9, loss=0.4), trial(1.0, 0, 0.0)]
+    assert best_of(runs, higher=True).config.lr == 0.3
+    assert best_of(runs, higher=False).config.lr == 1.0
+    assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
+
+
+def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Digits, str]] = []
+    evaluate = Digits.evaluate
+
+    def watched(task: Digits, model: nn.Module, split: str) -> dict[str, float]:
+        seen.append((task, split))
+        return evaluate(task, model, split)
+
+    monkeypatch.setattr(Digits, "evaluate", watched)
+    config = RunConfig(epochs=1, threads=1).resolved(Digits())
+    make(config, held_out(Digits()), "validation")
+    make(config, Digits(), "test")
+    (tuned, first), (final, last) = seen[0], seen[-1]
+    assert (first, last) == ("validation", "test")
+    assert tuned.samples + len(tuned.data["validation"][0]) == final.samples
+
+
+def test_a_diverged_run_is_the_worst_one() -> None:
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
+    outcome = make(config, Digits(), "test", 0.9)
+    assert (outcome.value, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
+
+
+def test_what_a_cell_comes_to() -> None:
+    few = cell("lamb", 32, 0.3, 0.9, 0.7, 0.8)
+    assert row(few) == ("lamb", "32", "0.3*", "80.0% (70.0-90.0)", "5 of 10", "1.0000", "2.00 MB", "1.0 s")
+    never = dataclasses.replace(few, trials=tuple(trial(0.2, seed, 0.5, steps_to_target=None) for seed in range(3)))
+    assert row(never)[4] == "never of 10"
+    assert row(never, target=False)[4] == "10"
+
+
+def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = dataclasses.replace(
+        cell("came-corrected", 16384, 0.0002, 0.9),
+        trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
+    )
+    Console(width=WIDEST, soft_wrap=True).print(table_of(columns("accuracy", 0.95), [row(wide)]))
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in row(wide))
+
+
+def test_the_words_say_what_the_figures_say() -> None:
+    cells = [
+        cell("lamb", 32, 0.2, 0.9),
+        cell("lamb", 64, 0.2, 0.8),
+        cell("sgd", 32, 0.2, 0.9),
+        cell("sgd", 64, 0.1, 0.85),
+    ]
+    assert verdicts(cells) == [
+        "At batch 64 sgd has 85.0%, lamb 80.0%.",
+        "Not settled by one seed: run --seeds 10.",
+        "lamb loses 10.0 points from batch 32 to 64.",
+        "sgd loses 5.0 points from batch 32 to 64.",
+    ]
+    [warning] = warnings(cells)
+    assert "sgd at batch 64, 0.1, is on the edge of its range" in warning
+    diverged = dataclasses.replace(cells[0], trials=(trial(0.2, 0, 0.0, math.inf), trial(0.2, 1, 0.9)))
+    assert "1 of 2 final runs of lamb at batch 32 diverged" in warnings([diverged])[0]
+
+
+def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
+    """Differences of 1, 2 and 3 points: the mean is 2, and its interval t(0.975, 2) * 1 / sqrt(3) = 2.484; of two
+    comparisons together t(1 - 0.025 / 2, 2) / sqrt(3) = 3.582."""
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-4)
+    assert interval([1.0, 2.0, 3.0], comparisons=2) == pytest.approx((2.0, 3.5823), abs=1e-3)
+    assert interval([1.0]) == (1.0, math.inf)
+    lamb, large = cell("lamb", 32, 0.2, 0.91, 0.92, 0.93), cell("lamb", 64, 0.2, 0.9, 0.9, 0.9)
+    even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.85, 0.85)]
+    assert verdicts([lamb, large, *even]) == [
+        "At batch 64 lamb has 90.0%, sgd 85.0%: ahead by 5.0 +- 0.0 points.",
+        "lamb loses 2.0 +- 3.6 points from batch 32 to 64: at most 5.6.",
+        "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
+        "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
+    ]
+    better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
+    assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."
+    near = cell("sgd", 64, 0.2, 0.87, 0.91, 0.89)
+    assert verdicts([large, near])[:2] == [
+        "At batch 64 lamb has 90.0%, sgd 89.0%: apart by 1.0 +- 5.0 points.",
+        "Not settled: run --seeds 10.",
+    ]
+
+
+def test_a_metric_that_is_better_lower_is_written_in_its_own_unit() -> None:
+    low, high = (
+        dataclasses.replace(cell(name, 64, 0.2, *values), metric="perplexity", higher_is_better=False)
+        for name, values in (("lamb", (20.0, 21.0)), ("sgd", (30.0, 31.5)))
+    )
+    assert verdicts([high, low])[0] == "At batch 64 lamb has 20.5, sgd 30.75: ahead by 10.2 +- 3.18 of perplexity."
+    diverged = dataclasses.replace(high, trials=(trial(0.2, 0, math.inf, math.inf),))
+    assert verdicts([low, diverged]) == ["At batch 64 lamb has 20.5, sgd inf."]
+    assert row(low)[3] == "20.5 (20-21)"
+
+
+def test_runs_are_timed_before_they_begin() -> None:
+    config = RunConfig(epochs=1, threads=1, batch_size=64).resolved(Digits())
+    run = Run(config, Digits())
+    assert 0 < step_seconds(run) < 60
+    assert run.step == 2
+    diverging = dataclasses.replace(config, lr=1e30, warmup="0", steps=1, epochs=None)
+    assert step_seconds(Run(diverging, run.task)) > 0
+
+
+def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
+    spaces = read_spaces(["lamb-warm.lr=0.01,0.1", "adam.lr=0.2", "sgd.weight_decay=0"], ["lamb-warm", "adam", "sgd"])
+    assert spaces["lamb-warm"]["lr"] == (0.01, 0.1)
+    assert "warmup" not in spaces["lamb-warm"]
+    assert spaces["adam"]["lr"] == (0.2, 0.2)
+    assert spaces["sgd"]["weight_decay"] == (0.0, 0.0)
+    found = small(tmp_path / "s.study", optimizers="lamb-warm")
+    assert unfinished(found) == ["lamb-warm at batch 256: no trials yet."]
+
+
+@for_every(
+    ("name", "params", "options"),
+    [
+        ("lamb", {"lr": 0.1}, ()),
+        ("lamb", {"one_minus_beta2": 0.01}, ("betas=(0.9, 0.99)",)),
+        ("adamw", {"one_minus_beta1": 0.05, "eps": 1e-4}, ("betas=(0.95, 0.999)", "eps=0.0001")),
+        ("came-corrected", {"one_minus_beta3": 0.001}, ("bias_correction=True", "betas=(0.9, 0.999, 0.999)")),
+        ("sgd", {"one_minus_momentum": 0.02}, ("momentum=0.98",)),
+        ("lars", {"one_minus_momentum": 0.2, "eps": 1e-6}, ("momentum=0.8", "eps=1e-06")),
+    ],
+)
+def test_options_of_an_optimizer_are_searched_by_their_names(
+    name: str, params: dict[str, float], options: tuple[str, ...]
+) -> None:
+    """Each is an option that the optimizer takes, and its default is that of the optimizer."""
+    base = RunConfig(**CONTESTANTS[name], batch_size=256, threads=1).resolved(Digits())
+    assert configured(base, params, 0).optimizer_option == options
+    spans = [f"{name}.{key}={value / 1e5:g},1" for key, value in params.items()]
+    start = Entry(name, base, read_spaces(spans, [name])[name]).candidates(1)[0]
+    plain, first = (
+        Run(each, Digits()).optimizer.param_groups[0]
+        for each in (base, configured(base, {key: start[key] for key in params}, 0))
+    )
+    for option in ("lr", "betas", "momentum", "eps"):
+        assert first.get(option) == pytest.approx(plain.get(option)), option
+
+
+def test_one_decay_of_each_optimizer_is_searched() -> None:
+    """So that each has as many options; Adafactor has neither beta2 nor momentum."""
+    decays = {
+        name: [key for key in each.space if "beta" in key or "momentum" in key] for name, each in OPTIMIZERS.items()
+    }
+    assert {name for name, each in decays.items() if len(each) != 1} == {"adafactor"}
+
+
+@for_every(
+    ("options", "message"),
+    [
+        (["--device", "cuda"], "--device cuda"),
+        (["--optimizers", "lam"], "no 'lam' here; did you mean lamb?"),
+        (["--optimizers", ""], "--optimizers: no '' here; there are lamb"),
+        (["--optimizers", "lamb,lamb"], "names something twice"),
+        (["--space", "sgd.lr=0.1"], "add sgd to --optimizers lamb,adamw, or leave it out"),
+        (["--space", "Lamb.lr=0.1"], "no 'Lamb' here; did you mean lamb?"),
+        (["--space", "lamb.lr=0.1,0.01"], "--space 'lamb.lr=0.1,0.01': give the lowest first."),
+        (
+            ["--space", "lamb.rate=0.1"],
+            "--space lamb: no 'rate' here; there are lr, weight_decay, warmup, one_minus_beta2, one_minus_beta1, eps.",
+        ),
+        (["--space", "lamb:lr"], "is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST"),
+        (["--space", "lamb.lr=0.1,x"], "is not a list of numbers"),
+        (["--space", "lamb.lr=0,0.1"], "--space lamb.lr '0,0.1' must hold positive numbers, each once"),
+        (["--space", "lamb.lr=0"], "--space lamb.lr '0' must hold positive numbers"),
+        (
+            ["--space", "lamb.lr=0.1,1", "--space", "lamb.lr=2"],
+            "--space 'lamb.lr=2': there is another --space lamb.lr; give one of them.",
+        ),
+        (["--space", "lamb.lr=1,2,3"], "has 3 numbers: give the lowest and the highest"),
+        (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
+        (["--trials", "0"], "--trials=0"),
+        (["--budget", "2"], "--budget '2' is not a time like 2h, 90min or 1.5d."),
+        (["--budget", "0.0s"], "--budget '0.0s' is not a time like 2h"),
+        (["--budget", "0.5h", "--prune"], "--budget counts trials of full length, and --prune stops some"),
+        (["--batch-sizes", "1.5"], "is not a list of numbers"),
+        (["--batch-sizes", "32,32"], "each once"),
+        (["--batch-sizes", "32,1400"], "batch size 1400 is more than the 1151 training samples"),
+        (["--seeds", "0"], "--seeds=0"),
+        (["--processes", "0"], "--processes=0"),
+        (["--target", "nan"], "--target=nan is out of range: it must be a finite number"),
+        (["--epochs", "-1"], "--epochs=-1.0"),
+        (["--task", "mnist"], "--task mnist needs --data DIR"),
+    ],
+)
+def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:
+    result = invoke("compare", *options, code=1)
+    assert message in result.output
+    assert len(result.output.splitlines()) <= 3
+
+
+def test_variants_take_part_with_their_own_options(invoke: Invoke) -> None:
+    options = ["--batch-sizes", 256, "--epochs", 1, "--trials", 1, "--seeds", 1, "--processes", 1, "--json", "c.json"]
+    invoke("compare", "--optimizers", "came,came-int8,came-corrected", *options)
+    cells = {cell["name"]: cell for cell in json.loads(Path("c.json").read_text())["cells"]}
+    assert list(cells) == ["came", "came-int8", "came-corrected"]
+    assert [cell["config"]["optimizer"] for cell in cells.values()] == ["came"] * 3
+    assert cells["came-int8"]["config"]["state_dtype"] == "int8"
+    assert cells["came-int8"]["state_bytes"] < cells["came"]["state_bytes"]
+    assert cells["came-corrected"]["config"]["optimizer_option"][0] == "bias_correction=True"
+    assert len({cell["loss"]["mean"] for cell in cells.values()}) == 3

@@ -1,0 +1,79 @@
+"""Checkpoints that were edited or come from another version resume or end in one message."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bighorn_workbench.checkpoint import digest
+from bighorn_workbench.commands import bighorn
+from tests.support.command_line import Invoke
+
+Keys = tuple[Any, ...]
+MISSING = object()
+WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2), 10**400]
+
+
+def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
+    """Yield the paths of keys to all values of a checkpoint, a missing key of each dict and the first item of lists."""
+    here = [*value, "newer"] if isinstance(value, dict) else range(min(1, len(value)))
+    for key in here:
+        yield (*keys, key)
+        if key != "newer" and isinstance(value[key], dict | list):
+            yield from places(value[key], (*keys, key))
+
+
+def edited(whole: dict[str, Any], keys: Keys, wrongs: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield checkpoints in which the value is missing or wrong, each with a description of the change."""
+    for wrong in [*wrongs, MISSING]:
+        checkpoint = copy.deepcopy(whole)
+        inner: Any = checkpoint
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = wrong
+        if wrong is MISSING:
+            del inner[keys[-1]]
+        yield f"{keys} = {'missing' if wrong is MISSING else repr(wrong)[:20]}", checkpoint
+
+
+def resume() -> tuple[int, str]:
+    """Return the exit code and the output of a run that resumes from run.pt."""
+    result = CliRunner().invoke(bighorn, ["train", "--resume", "run.pt", "--save", "out.pt"], prog_name="bighorn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return -1, repr(result.exception)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_edit_resumes_or_ends_in_one_message(every: int, invoke: Invoke) -> None:
+    """Each value is missing once, and takes each 16th of the wrong values in turn, or all."""
+    invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")
+    whole = torch.load("run.pt", weights_only=True)
+    before, wrong, refused = Path("run.pt").read_bytes(), {}, 0
+    for turn, keys in enumerate(places(whole)):
+        for name, checkpoint in edited(whole, keys, WRONG[turn % every :: every]):
+            torch.save(checkpoint, "run.pt")
+            code, output = resume()
+            refused += code == 1
+            one_message = output.startswith("Error: ") and output.count("\n") == 1
+            if code not in {0, 1} or (code == 1 and not one_message):
+                wrong[name] = output
+    assert wrong == {}
+    assert refused > 900 / every
+    Path("run.pt").write_bytes(before)
+    assert resume()[0] == 0
+
+
+def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["config"]["newer"] = 1
+    torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
+    output = invoke("train", "--resume", "run.pt", code=1).output
+    assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output

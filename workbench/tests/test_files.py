@@ -1,0 +1,312 @@
+"""Output files of commands: the names that are allowed, the results of a failed write, and the mode of new files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from bighorn_workbench import files
+from bighorn_workbench.errors import InputError
+from tests.support.command_line import Invoke
+from tests.support.processes import LIMIT, outcomes
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    previous = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """Make writes beyond this number of bytes fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ---- allowed paths --------------------------------------------------------------------------------------------------
+
+
+def test_the_target_of_a_symbolic_link_is_written(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    links = [tmp_path / "link", tmp_path / "link-to-link"]
+    links[0].symlink_to("far/target")  # the target does not exist yet
+    links[1].symlink_to("link")
+    for text, link in zip(("first", "second"), links, strict=True):
+        files.check_outputs({"--json": link})
+        files.write_text(link, text)
+        assert link.is_symlink()
+        assert (tmp_path / "far" / "target").read_text() == text
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["target"]
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path, invoke: Invoke) -> None:
+    pipe, seen = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: seen.append(pipe.read_text()), daemon=True)
+    reader.start()
+    invoke("memory", "--json", pipe)
+    reader.join(LIMIT)
+    assert seen[0].startswith("{")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_output_that_goes_to_a_file_is_not_replaced_through_another_name(tmp_path: Path) -> None:
+    """An example is `bighorn memory --json /dev/stdout > log`: both texts are in the log."""
+    program = """
+    import sys
+    from pathlib import Path
+    from bighorn_workbench import files
+    print("before")
+    files.check_outputs({"--json": Path("log")})
+    files.write_text(Path("log"), "content\\n")
+    print("after")
+    """
+    with (tmp_path / "log").open("w") as log:
+        text = "\n".join(line.strip() for line in program.splitlines())
+        subprocess.run([sys.executable, "-c", text], cwd=tmp_path, stdout=log, check=True, timeout=LIMIT)
+    assert (tmp_path / "log").read_text() == "before\ncontent\nafter\n"
+
+
+def test_a_name_that_is_no_text_can_be_written_and_printed(invoke: Invoke) -> None:
+    """Such names occur on a terminal with another encoding; the report contains the command line."""
+    name = os.fsdecode(b"\xff.html")
+    assert "Report: \\udcff.html" in invoke("train", "--steps", 1, "--report", name).output
+    assert "--report \\udcff.html" in Path(name).read_text().replace("&#39;", "").replace("'", "")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+@pytest.mark.parametrize(("kind", "make"), [("folder", Path.mkdir), ("socket", make_socket)], ids=["folder", "socket"])
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "linked"])
+def test_what_is_no_file_is_refused(
+    kind: str, make: Callable[[Path], None], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the names of sockets must be short
+    make(Path("there"))
+    Path("link").symlink_to("there")
+    before = Path("there").stat()
+    with pytest.raises(
+        InputError, match=f"--json {'link' if linked else 'there'} is a {kind}. Give the name of a file"
+    ):
+        files.check_outputs({"--json": Path("link" if linked else "there")})
+    with pytest.raises(InputError, match=r"cannot be written|is a"):
+        files.write_text(Path("there"), "text")
+    assert Path("there").stat().st_mode == before.st_mode
+    assert Path("link").is_symlink()
+
+
+def test_a_checkpoint_is_no_pipe(tmp_path: Path, invoke: Invoke) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    output = invoke("train", "--steps", 1, "--save", "pipe", code=1).output
+    assert "--save pipe is a pipe. Give the name of a file" in output
+
+
+def test_a_checkpoint_below_a_file_or_behind_a_loop_names_its_option(tmp_path: Path, invoke: Invoke) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("file/run.pt", "loop"):
+        for command, option in (("train", "--save"), ("compare", "--study")):
+            output = invoke(command, option, path, code=1).output
+            assert f"{option} {path} cannot be written: " in output
+            assert "Choose another place." in output
+
+
+def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
+    """It may be a misspelt one."""
+    made = "--save: made the folder rnus/deep"
+    options = ("train", "--steps", 1, "--save", "rnus/deep/run.pt")
+    assert [made in invoke(*options).output for _ in range(2)] == [True, False]
+
+
+def test_an_empty_name_is_refused(invoke: Invoke) -> None:
+    for option in ("--save", "--json", "--report", "--resume"):
+        assert "is empty" in invoke("train", "--steps", 1, option, "", code=2).output
+    assert "is empty" in invoke("memory", "--json", "", code=2).output
+
+
+def test_links_in_a_circle_and_names_too_long_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(InputError, match=r"--json .*/a cannot be written"):
+        files.check_outputs({"--json": tmp_path / "a"})
+    with pytest.raises(InputError, match="too long"):
+        files.check_outputs({"--json": tmp_path / ("x" * 300)})
+    longest = tmp_path / ("x" * 255)
+    files.check_outputs({"--json": longest})
+    files.write_text(longest, "text")
+    assert longest.read_text() == "text"
+
+
+NAMES = ["run.pt", "folder/../run.pt", "link.pt", "folder/link.pt"]
+
+
+@pytest.mark.parametrize(
+    ("other", "exists"), [(name, exists) for name in NAMES for exists in (True, False)] + [("hard.pt", True)]
+)
+def test_two_outputs_in_one_file_are_refused(other: str, exists: bool, tmp_path: Path, invoke: Invoke) -> None:
+    Path("folder").mkdir()
+    Path("link.pt").symlink_to("run.pt")
+    Path("folder/link.pt").symlink_to(tmp_path / "run.pt")
+    if exists:
+        Path("run.pt").write_text("kept")
+    if other == "hard.pt":
+        os.link("run.pt", "hard.pt")
+    output = invoke("train", "--steps", 1, "--save", "run.pt", "--json", other, code=1).output
+    assert f"--json {other} is the file of --save run.pt" in output
+    assert Path("run.pt").exists() == exists
+    if exists:
+        assert Path("run.pt").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--task", "text", "--data", "text.txt", "--steps", "1"],
+        ["lr-find", "--task", "text", "--data", "text.txt"],
+    ],
+)
+def test_an_input_is_not_overwritten(command: list[str], invoke: Invoke, text_file: Path) -> None:
+    before = text_file.read_bytes()
+    assert "is the file of --data text.txt" in invoke(*command, "--json", "text.txt", code=1).output
+    assert text_file.read_bytes() == before
+
+
+def test_a_resumed_checkpoint_is_overwritten_by_its_run_alone(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    before = Path("run.pt").read_bytes()
+    output = invoke("train", "--resume", "run.pt", "--save", "new.pt", "--json", "run.pt", code=1).output
+    assert "--json run.pt is the file of --resume run.pt" in output
+    assert Path("run.pt").read_bytes() == before
+    invoke("train", "--resume", "run.pt", "--save", "./run.pt")
+
+
+# ---- modes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002])
+def test_a_new_file_has_the_mode_of_the_umask(mask: int, tmp_path: Path) -> None:
+    with umask(mask):
+        files.write_text(tmp_path / "file", "text")
+    assert mode(tmp_path / "file") == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("kept", [0o600, 0o664, 0o640])
+def test_a_replaced_file_keeps_its_mode(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(kept)
+    with umask(0o022):
+        files.write_text(path, "text")
+    assert mode(path) == kept
+
+
+# ---- writes that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["old", None])
+def test_a_failed_write_leaves_what_was_there_and_names_the_file(tmp_path: Path, before: str | None) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        files.write_text(path, before)
+
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half of the ne")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = "is as it was" if before is not None else "was not made"
+    with pytest.raises(InputError, match=rf"{path} cannot be written: No space left on device. The file {kept}"):
+        files.write(path, fail)
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == [before] * (before is not None)
+
+
+def test_a_defect_of_the_writer_is_no_matter_of_the_disk(tmp_path: Path) -> None:
+    def fail(_: BinaryIO) -> None:
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        files.write(tmp_path / "file", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_training_with_a_message_and_the_last_checkpoint(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, calls = torch.save, []
+
+    def save_until_full(content: Any, file: Any) -> None:
+        calls.append(content)
+        with files_at_most(4096 if len(calls) == 3 else resource.RLIM_INFINITY):
+            save(content, file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", save_until_full)
+        output = invoke("train", "--steps", 10, "--save", "run.pt", code=1).output
+    assert "run.pt cannot be written: File too large. The file is as it was" in output
+    assert "bighorn train --resume run.pt" in output
+    assert torch.load("run.pt", weights_only=True)["run"]["step"] == 2
+    assert [path.name for path in Path().iterdir()] == ["run.pt"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from bighorn_workbench import files
+
+def die(file):
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+files.write(Path("run.pt"), die)
+"""
+
+
+def test_a_killed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").write_text("old")
+    assert outcomes(KILLED, [[]], folder=tmp_path)[0].code < 0
+    assert (tmp_path / "run.pt").read_text() == "old"
+    [left] = tmp_path.glob(".bighorn-*.partial")  # the pattern that the changelog names
+    assert left.read_text() == "half"
+    files.write_text(tmp_path / "run.pt", "new")
+    assert (tmp_path / "run.pt").read_text() == "new"
+
+
+def test_a_save_leaves_the_temporary_file_of_a_live_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+
+    def slow(file: BinaryIO) -> None:
+        file.write(b"slow")
+        files.write_text(path, "quick")
+        assert path.read_text() == "quick"
+
+    files.write(path, slow)
+    assert path.read_text() == "slow"
+    assert list(tmp_path.iterdir()) == [path]

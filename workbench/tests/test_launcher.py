@@ -1,0 +1,57 @@
+"""Ctrl-C while the command line is still importing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.processes import LIMIT
+
+PROGRAM = """
+import runpy, signal, sys
+from importlib.abc import MetaPathFinder
+from importlib.metadata import entry_points
+
+module = sys.argv.pop()
+
+class Interrupting(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+"""
+SCRIPT = """
+(script,) = entry_points(group="console_scripts", name="bighorn")
+script.load()()
+"""
+MODULE = """
+runpy.run_module("bighorn_workbench", run_name="__main__", alter_sys=True)
+"""
+
+
+def interrupted(start: str, module: str) -> None:
+    command = [sys.executable, "-c", PROGRAM + start, "memory", module]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.stderr == "Interrupted.\n"
+    assert ended.returncode == 130
+
+
+@pytest.mark.parametrize("module", ["click", "torch", "torch.nn", "bighorn", "bighorn_workbench.memory"])
+def test_ctrl_c_during_imports_is_130_without_a_traceback(module: str) -> None:
+    interrupted(SCRIPT, module)
+
+
+@pytest.mark.parametrize("module", ["bighorn_workbench.commands", "click", "bighorn_workbench.memory"])
+def test_ctrl_c_during_imports_of_the_module_too(module: str) -> None:
+    interrupted(MODULE, module)
+
+
+def test_the_help_imports_no_torch() -> None:
+    program = "import sys; from bighorn_workbench import launch; sys.modules['torch'] = None; launch.main()"
+    ended = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Find a learning rate" in ended.stdout

@@ -1,0 +1,418 @@
+"""Tasks of users: what `--task FILE.py:NAME` takes, and how wrong ones are found before hours are spent."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from workbench.tests.test_resume import assert_same, content
+
+from bighorn_workbench.builtin_tasks import trial
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.run import Batches, Run
+from bighorn_workbench.tasks import Classification, Task, defaults
+from tests.support.command_line import Invoke, assert_self_contained
+from tests.support.tables import for_every
+
+CODE = '''
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Circles:
+    """Points inside and outside of a circle."""
+
+    metric, higher_is_better = "error", False
+    batch_size, epochs, one_thread = 16, 2, True
+
+    def __init__(self, count=200):
+        points = torch.randn(int(count), 2, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(points, (points.norm(dim=1) > 1.2).long())
+        self.sets = {name: data for name in ("train", "validation", "test")}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+    def batches(self, split, batch_size, generator):
+        return DataLoader(self.sets[split], batch_size, shuffle=split == "train", generator=generator)
+
+    def loss(self, model, batch):
+        points, labels = batch
+        return nn.functional.cross_entropy(model(points), labels)
+
+    def evaluate(self, model, split):
+        wrong = sum(int((model(x).argmax(1) != y).sum()) for x, y in self.batches(split, 100, None))
+        return {"error": wrong / len(self.sets[split])}
+
+class Stream(Circles):
+    """A generator without a length, which augments its points."""
+
+    def batches(self, split, batch_size, generator):
+        for points, labels in super().batches(split, batch_size, generator):
+            yield {"points": points + 0.01 * torch.randn_like(points), "labels": labels}
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch["points"], batch["labels"]))
+
+    def evaluate(self, model, split):
+        return {"error": float(sum(self.loss(model, batch) for batch in self.batches(split, 100, None)))}
+
+class Steps(Stream):
+    steps = 7
+
+CIRCLES = Circles()
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A file in the current folder with tasks; another name in every test, since Python caches modules by name."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(trial, "MOST_BATCHES", 1000)
+    name = re.sub(r"\W", "_", f"mine_{tmp_path.name}")
+    (tmp_path / f"{name}.py").write_text(CODE)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_task_trains_and_is_written_down(invoke: Invoke, mine: str) -> None:
+    place = f"{mine}.py:Circles"
+    output = invoke("train", "--task", place, "--report", "run.html", "--json", "run.json").output
+    assert f"{place}: Points inside and outside of a circle; " in output
+    assert "test error" in output
+    result = json.loads(Path("run.json").read_text())["result"]
+    assert result["steps"] == 26  # 200 samples have 13 batches, the last one of 8
+    assert result["best_test_error"] <= result["test_error"] < 0.45
+    assert "test_loss" not in result
+    page = assert_self_contained(Path("run.html"))
+    assert page.tags.count("svg") == 2 * 4  # loss, error, trust ratios, learning rate
+
+
+ODD = '''
+import math
+import torch
+from torch import nn
+
+class Odd:
+    """A task whose metrics, parameters and gradients are not those of every step."""
+
+    metric, higher_is_better, samples, evaluations, used = "accuracy", True, 64, 0, 0
+
+    def model(self):
+        return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def batches(self, split, batch_size, generator):
+        return [torch.ones(batch_size, 2)] * 4
+
+    def loss(self, model, batch):
+        self.used += 1
+        return model[self.used % 2](batch).square().mean()
+
+    def evaluate(self, model, split):
+        self.evaluations += 1
+        later = {"seen": 1.0} if self.evaluations > 4 else {}
+        return {"accuracy": math.nan if self.evaluations > 3 else 0.5, **later}
+
+class Vector(Odd):
+    def model(self):
+        return nn.PReLU(2)
+
+    def loss(self, model, batch):
+        return (1 - model(-batch)).square().mean()
+
+class Rows(Odd):
+    def loss(self, model, batch):
+        return super().loss(model, batch), {"rows": batch.mean(dim=0)}
+'''
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "came"])
+@pytest.mark.parametrize("name", ["Odd", "Vector"])
+def test_values_that_are_not_of_every_step_are_gaps(name: str, optimizer: str, invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    words = ["--optimizer", optimizer, "--steps", 12, "--batch-size", 4, "--report", "run.html", "--json", "run.json"]
+    invoke("train", "--task", f"{tmp_path / 'odd.py'}:{name}", *words)
+    found = json.loads(Path("run.json").read_text())
+    assert found["result"]["test_accuracy"] is None
+    assert found["history"]["layers"] == (["0.weight", "1.weight"] if name == "Odd" else [])
+    for rows in found["history"]["metrics"].values():
+        assert all(row.count(None) == 1 for row in rows)
+    assert_self_contained(Path("run.html"))
+
+
+def test_a_metric_of_a_batch_is_a_number(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    output = invoke("train", "--task", f"{tmp_path / 'odd.py'}:Rows", "--batch-size", 4, code=1).output
+    assert re.search(r"loss\(model, batch\) returned the metric 'rows' = float32\[2\] .* must be a number", output)
+
+
+@pytest.mark.parametrize("place", ["{}:Circles", "{}.py:CIRCLES", "{}:CIRCLES", "{}.py:Circles"])
+def test_the_forms_of_a_place_are_one_task(invoke: Invoke, mine: str, place: str) -> None:
+    invoke("train", "--task", place.format(mine), "--json", "run.json")
+    first = json.loads(Path("run.json").read_text())["history"]["loss"][0]
+    assert first == pytest.approx(0.78773, abs=1e-4)
+
+
+def test_data_are_the_argument_of_the_name(invoke: Invoke, mine: str) -> None:
+    invoke("train", "--task", f"{mine}.py:Circles", "--data", 64, "--json", "run.json")
+    assert json.loads(Path("run.json").read_text())["result"]["steps"] == 8
+
+
+@pytest.mark.parametrize(("name", "step"), [("Circles", 9), ("Circles", 13), ("Circles", 20), ("Steps", 4)])
+def test_a_task_resumes_bitwise(
+    invoke: Invoke, interrupt_after: Callable[[int], None], mine: str, name: str, step: int
+) -> None:
+    """Within an epoch, at its end, in the second one, and with points that are augmented by the global generator."""
+    options = ["--task", f"{mine}.py:{name}", "--seed", 3]
+    invoke("train", *options, "--save", "whole.pt")
+    interrupt_after(step)
+    invoke("train", *options, "--save", "parts.pt", code=130)
+    interrupt_after(0)
+    invoke("train", "--resume", "parts.pt")
+    assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
+
+
+def test_accumulated_parts_of_a_task_are_its_batch(invoke: Invoke, mine: str) -> None:
+    options = ["--task", f"{mine}.py:Circles", "--data", 192, "--optimizer", "sgd", "--json", "run.json"]
+    losses = []
+    for parts in (1, 4):
+        with torch.random.fork_rng():
+            invoke("train", *options, "--steps", 1, "--accumulate", parts)
+        losses.append(json.loads(Path("run.json").read_text())["history"]["loss"][0])
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)  # dropout
+    odd = invoke("train", *options[:2], "--accumulate", 3, "--batch-size", 12, code=1).output
+    assert "its tensors have [8, 2], [8]" in odd  # the last batch of an epoch of 200
+
+
+def test_a_task_is_searched_compared_and_measured(invoke: Invoke, mine: str) -> None:
+    place = f"{mine}.py:Circles"
+    assert "Smoothed loss at its best" in invoke("lr-find", "--task", place, "--steps", 20).output
+    assert "82 trainable parameters" in invoke("memory", "--task", place).output
+    rates = ["--space", "lamb.lr=0.1", "--space", "adamw.lr=1e-9"]
+    options = ["--trials", 1, "--seeds", 1, "--processes", 1, *rates, "--report", "c.html", "--json", "c.json"]
+    output = invoke("compare", "--task", place, *options).output
+    assert "At batch 16 lamb has " in output  # an error is better lower
+    cells = json.loads(Path("c.json").read_text())["cells"]
+    assert cells[0]["error"]["mean"] < cells[1]["error"]["mean"]
+    page = assert_self_contained(Path("c.html"))
+    assert "Error by optimizer" in page.text
+    assert re.search(r"<h1>At batch 16 lamb has [\d.]+, adamw [\d.]+, not settled</h1>", Path("c.html").read_text())
+
+
+WRONG = {
+    "shapes": (
+        "def loss(self, model, batch): return model(batch[0][:, :1]).sum()",
+        ("loss was called with (Sequential, [float32[16, 2], int64[16]])", "line ", "mat1 and mat2 shapes"),
+    ),
+    "no scalar": ("def loss(self, model, batch): return model(batch[0])", ("returned float32[16, 2]", "scalar")),
+    "NaN": ("def loss(self, model, batch): return model(batch[0]).sum() * float('nan')", ("is nan", "before any step")),
+    "no gradient": ("def loss(self, model, batch): return batch[0].sum()", ("does not depend on the parameters",)),
+    "zero": ("def loss(self, model, batch): return model(batch[0]).sum() * 0", ("all gradients are zero",)),
+    "root": (
+        "def loss(self, model, batch): return (model(batch[0]) * 0).sum().sqrt()",
+        ("gradients that are not finite",),
+    ),
+    "empty": ("def batches(self, split, batch_size, generator): return []", ("gives no batch",)),
+    "used up": (
+        "def batches(self, split, batch_size, generator, made=iter([[torch.ones(4, 2)] * 2])): return made",
+        ("has no len()", "Give --steps"),
+    ),
+    "no iterable": (
+        "def batches(self, split, batch_size, generator): return 5",
+        ("returned 5, which is not iterable",),
+    ),
+    "endless": (
+        """def batches(self, split, batch_size, generator):
+        yield from iter(lambda: (torch.ones(4, 2), torch.ones(4).long()), None)
+    steps = 5""",
+        ("gives more than 1,000 batches: it does not end",),
+    ),
+    "unseeded": (
+        """def batches(self, split, batch_size, generator):
+        return DataLoader(self.sets[split], batch_size, shuffle=True, generator=self.own)
+    own = torch.Generator()""",
+        ("another first batch for a generator with the same seed", "generator=generator"),
+    ),
+    "broken while iterating": (
+        "def batches(self, split, batch_size, generator): return (1 / 0 for _ in range(3))\n    steps = 3",
+        ("iterating", "ZeroDivisionError"),
+    ),
+    "unseeded model": (
+        """def model(self):
+        made = nn.Linear(2, 2)
+        nn.init.normal_(made.weight, generator=self.own)
+        return made
+    own = torch.Generator()""",
+        ("gives another weight for the same seed",),
+    ),
+    "no module": ("def model(self): return [1, 2]", ("model() returned [1, 2]", "torch.nn.Module")),
+    "frozen": ("def model(self): return nn.Linear(2, 2).requires_grad_(False)", ("no trainable parameters",)),
+    "model elsewhere": (
+        "def model(self): return nn.Linear(2, 2, device='meta')",
+        ("weight on meta", "--device is cpu"),
+    ),
+    "batch elsewhere": (
+        "def batches(self, split, batch_size, generator): return [torch.ones(2, device='meta')]",
+        ("a tensor on meta", "--device is cpu"),
+    ),
+    "no metric": ("def evaluate(self, model, split): return {'accuracy': 1.0}", ("{'error': ...}",)),
+    "no dict": ("def evaluate(self, model, split): return 0.5", ("returned 0.5",)),
+    "no number": ("def evaluate(self, model, split): return {'error': torch.ones(2)}", ("must be one number",)),
+    "metric is NaN": ("def evaluate(self, model, split): return {'error': float('nan')}", ("error = nan",)),
+    "evaluation fails": ("def evaluate(self, model, split): return self.set", ("evaluate was called with", "'set'")),
+    "batch size": ("batch_size = 0", ("batch_size=0 is out of range",)),
+    "batch sizes": ("batch_sizes = 8", ("batch_sizes must be a tuple",)),
+    "constructor": ("def __init__(self): raise KeyError('sets')", ("KeyError: 'sets'",)),
+    "no method": ("loss = None", ("lacks loss()",)),
+    "no name of a metric": ("metric = None", ("lacks the attribute metric",)),
+}
+
+
+@for_every("case", WRONG)
+def test_wrong_tasks_are_found_before_they_train(invoke: Invoke, mine: str, case: str) -> None:
+    member, messages = WRONG[case]
+    path = Path(f"{mine}.py")
+    path.write_text(f"{CODE}\nclass Wrong(Circles):\n    {member}\n")
+    output = invoke("train", "--task", f"{mine}.py:Wrong", code=1).output
+    for message in messages:
+        assert message in output
+    assert f"{mine}.py:Wrong" in output
+    assert "src/bighorn" not in output, "the traceback has frames of ours"
+
+
+@for_every(
+    ("place", "message"),
+    [
+        ("{}.py:Circle", "no 'Circle' there; did you mean Circles?"),
+        ("no.py:Circles", "there is no file no.py"),
+        ("{}.py:", "is not of the form FILE.py:NAME or PACKAGE.MODULE:NAME"),
+        ("{}.py:torch", "lacks model(), batches(), loss(), evaluate(), the attribute metric"),
+        ("no_such.module:Circles", "ModuleNotFoundError"),
+        ("broken.py:Circles", "SyntaxError"),
+        ("{}.py:Stream", "has no len(), so that an epoch has no length"),
+    ],
+)
+def test_places_without_a_task(invoke: Invoke, mine: str, place: str, message: str) -> None:
+    Path("broken.py").write_text("class Circles\n")
+    assert message in invoke("train", "--task", place.format(mine), code=1).output
+    assert f"name the task in it, as {mine}.py:NAME" in invoke("train", "--task", f"{mine}.py", code=2).output
+
+
+def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    options = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1, "--study", "s.study"]
+    command = ["compare", "--task", f"{mine}.py:Circles", *options]
+    assert "of the runs are in" not in invoke(*command).output
+    assert "2 of the runs are in s.study" in invoke(*command).output
+    path.write_text(CODE.replace("cross_entropy(model(points), labels)", "cross_entropy(model(points), labels) * 2"))
+    assert "of the runs are in" not in invoke(*command).output
+
+
+def test_a_comparison_needs_a_split_to_choose_on(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    path.write_text(CODE.replace('("train", "validation", "test")', '("train", "test")'))
+    output = invoke("compare", "--task", f"{mine}.py:Circles", code=1).output
+    assert "batches was called with ('validation', 16, Generator), and failed" in output
+    assert "give the task one, or a method held_out()" in output
+    invoke("train", "--task", f"{mine}.py:Circles", "--steps", 1)
+
+
+def test_held_out_data_may_be_a_task_of_their_own(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    options = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1]
+    own = f"""{CODE}
+class Two(Circles):
+    def __init__(self, held=False):
+        super().__init__()
+        del self.sets["test" if held else "validation"]
+    def held_out(self): return """
+    path.write_text(own + "Two(held=True)\n")
+    assert "sgd at batch 16: lr 0.1" in invoke("compare", "--task", f"{mine}.py:Two", *options).output
+    path.write_text(own + "Two()\n")
+    output = invoke("compare", "--task", f"{mine}.py:Two", *options, code=1).output
+    assert f"{mine}.py:Two.held_out(): batches was called with ('validation', 16, Generator)" in output
+    path.write_text(own + "self.none\n")
+    assert f"{mine}.py:Two: held_out failed" in invoke("compare", "--task", f"{mine}.py:Two", *options, code=1).output
+
+
+def test_parameters_may_be_excluded_from_decay_and_trust_ratio() -> None:
+    class Excluding(Classification):
+        def excluded(self, name: str, parameter: nn.Parameter) -> bool:
+            return name == "0.weight" or parameter.ndim < 2
+
+    data = torch.randn(8, 3), torch.randint(2, (8,))
+    task = Excluding(data, data, model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    run = Run(RunConfig(threads=1, batch_size=4).resolved(task), task)
+    first, second = run.optimizer.param_groups
+    assert (first["param_names"], first["weight_decay"]) == (["1.weight"], 0.01)
+    assert (second["param_names"], second["adapt"]) == (["0.weight", "0.bias", "1.bias"], False)
+
+
+def test_runs_whose_metric_is_no_number_are_the_worst(invoke: Invoke, mine: str) -> None:
+    path = Path(f"{mine}.py")
+    path.write_text(f"""{CODE}
+class Bursting(Circles):
+    def evaluate(self, model, split):
+        return {{"error": 0.5 if model[0].weight.std() < 0.6 else float("nan")}}
+""")
+    options = ["--optimizers", "sgd,adamw", "--trials", 1, "--seeds", 2, "--processes", 1, "--space", "sgd.lr=2"]
+    words = ["--task", f"{mine}.py:Bursting", *options, "--report", "c.html", "--json", "c.json"]
+    output = invoke("compare", *words).output
+    assert "2 of 2 final runs of sgd at batch 16 diverged, and count as the worst value." in output
+    assert "At batch 16 adamw has 0.5, sgd inf." in output
+    assert json.loads(Path("c.json").read_text())["cells"][0]["error"]["mean"] is None
+    assert_self_contained(Path("c.html"))
+
+
+def test_an_object_takes_no_data(invoke: Invoke, mine: str) -> None:
+    output = invoke("train", "--task", f"{mine}.py:CIRCLES", "--data", "x", code=1).output
+    assert "--data x: " in output
+    assert "takes no data" in output
+
+
+def test_passes_are_seeded_by_seed_and_epoch_and_skipped_by_their_length() -> None:
+    class Counted:
+        metric = "loss"
+
+        def __init__(self) -> None:
+            self.taken = 0
+
+        def model(self) -> nn.Module:
+            return nn.Linear(1, 1)
+
+        def batches(self, split: str, batch_size: int, generator: torch.Generator) -> list[int]:  # noqa: ARG002
+            self.taken += 1
+            return torch.randperm(5, generator=generator).tolist()
+
+        def loss(self, model: nn.Module, batch: int) -> torch.Tensor:
+            return model(torch.tensor([float(batch)])).sum()  # type: ignore[no-any-return]
+
+        def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:  # noqa: ARG002
+            return {"loss": 0.0}
+
+    task: Task = Counted()
+    whole = Batches(task, 1, seed=7)
+    stream = [next(whole) for _ in range(35)]
+    assert [sorted(stream[start : start + 5]) for start in range(0, 35, 5)] == [list(range(5))] * 7
+    assert stream[:5] != stream[5:10]
+    for count in (0, 3, 5, 17, 20):
+        counted = Counted()
+        rest = Batches(counted, 1, seed=7)
+        rest.skip(count)
+        assert counted.taken == 2 if count else 1  # one to know the length, one to take the rest of a pass
+        assert [next(rest) for _ in range(35 - count)] == stream[count:]
+
+
+def test_tensors_in_memory_are_a_task_of_their_own() -> None:
+    inputs, targets = torch.randn(40, 3), torch.randint(2, (40,))
+    task = Classification((inputs, targets), (inputs[:4], targets[:4]), "noise", lambda: nn.Linear(3, 2))
+    held = task.held_out()
+    assert defaults(task).samples == 40
+    assert (held.samples, len(held.data["validation"][0])) == (32, 8)
+    assert held.model is task.model
+    with pytest.raises(NotImplementedError, match="give Classification a function"):
+        Classification((inputs, targets), (inputs, targets)).model()

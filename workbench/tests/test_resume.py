@@ -1,0 +1,236 @@
+"""A resumed run equals the uninterrupted run bit for bit."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bighorn_workbench.checkpoint import digest
+from bighorn_workbench.ranks import Interrupt
+from tests.support.command_line import Invoke
+from tests.support.tables import for_every
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def content(path: Path) -> dict[str, Any]:
+    """Return a checkpoint without its times, commands and digest, which may differ."""
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+    del checkpoint["digest"]
+    for name in ("seconds", "commands"):
+        del checkpoint["run"]["history"][name]
+    return checkpoint
+
+
+def rewrite(checkpoint: dict[str, Any]) -> None:
+    """Write a checkpoint of another program or model: what `bighorn train` itself would have written."""
+    torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
+
+
+def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
+    assert type(left) is type(right), where
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, where
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for name in left:
+            assert_same(left[name], right[name], f"{where}[{name!r}]")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), where
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert left == right, where
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw", "adam", "sgd"])
+def test_resumed_is_bitwise_the_uninterrupted_run(
+    invoke: Invoke, interrupt_after: Callable[[int], None], optimizer: str, precision: str
+) -> None:
+    # An epoch has 11.2 batches, so step 17 is in the second one, between two evaluations; dropout is on.
+    options = ["--optimizer", optimizer, "--precision", precision, "--epochs", 3, "--threads", 1, "--seed", 5]
+    invoke("train", *options, "--save", "whole.pt")
+    interrupt_after(17)
+    result = invoke("train", *options, "--save", "parts.pt", code=130)
+    assert "Interrupted after step 17 of 33" in result.output
+    assert content(Path("parts.pt"))["run"]["step"] == 17
+    interrupt_after(25)
+    assert "Interrupted after step 25" in invoke("train", "--resume", "parts.pt", code=130).output
+    interrupt_after(0)
+    result = invoke("train", "--resume", "parts.pt")
+    assert "resumed after step 25" in result.output
+    assert "Warning" not in result.output
+    assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
+
+
+def test_fp16_resumes_bitwise_scaler_included(invoke: Invoke, interrupt_after: Callable[[int], None]) -> None:
+    options = ["--precision", "fp16", "--steps", 6, "--threads", 1]
+    invoke("train", *options, "--save", "whole.pt")
+    interrupt_after(3)
+    invoke("train", *options, "--save", "parts.pt", code=130)
+    invoke("train", "--resume", "parts.pt")
+    assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
+
+
+@pytest.mark.parametrize(
+    "task", ["text", "mnist", f"{BENCHMARKS}/mnist_rows.py:MnistRows"], ids=["text", "mnist", "rows"]
+)
+def test_other_tasks_resume_bitwise(
+    invoke: Invoke, interrupt_after: Callable[[int], None], task: str, text_file: Path, idx_folder: Path
+) -> None:
+    data = text_file if task == "text" else idx_folder
+    options = ["--task", task, "--data", data, "--steps", 6, "--batch-size", 24]
+    invoke("train", *options, "--save", "whole.pt")
+    interrupt_after(4)
+    invoke("train", *options, "--save", "parts.pt", code=130)
+    invoke("train", "--resume", "parts.pt")
+    assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
+
+
+def test_dropout_is_on_and_its_generator_is_what_resumes(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run depends on the generator; if no step were random, the test above would pass without restoring it."""
+    invoke("train", "--epochs", 1, "--threads", 1, "--save", "whole.pt")
+    invoke("train", "--epochs", 1, "--threads", 1, "--save", "again.pt")
+    assert_same(content(Path("again.pt")), content(Path("whole.pt")))
+    monkeypatch.setattr("bighorn_workbench.run.seed_generators", lambda value: torch.manual_seed(value + 1))
+    invoke("train", "--epochs", 1, "--threads", 1, "--save", "other.pt")
+    assert content(Path("other.pt"))["run"]["history"]["loss"] != content(Path("whole.pt"))["run"]["history"]["loss"]
+
+
+def test_a_second_ctrl_c_aborts() -> None:
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Interrupt(echoes=True) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        monkeypatch.setattr(interrupt, "_echo", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_finished_run_resumes_to_its_report(invoke: Invoke) -> None:
+    invoke("train", "--epochs", 1, "--save", "run.pt")
+    before = content(Path("run.pt"))
+    output = invoke("train", "--resume", "run.pt", "--report", "run.html").output
+    assert "resumed after step 11, its last one: nothing is left to train" in output
+    assert "bighorn train --resume run.pt" in Path("run.html").read_text()
+    assert_same(content(Path("run.pt")), before)
+
+
+def test_moved_data_may_be_named_again(invoke: Invoke, text_file: Path) -> None:
+    invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
+    text_file.rename("elsewhere.txt")
+    assert "cannot be read" in invoke("train", "--resume", "run.pt", code=1).output
+    invoke("train", "--resume", "run.pt", "--data", "elsewhere.txt")
+
+
+def test_another_environment_is_warned_of(invoke: Invoke) -> None:
+    invoke("train", "--epochs", 1, "--threads", 1, "--save", "run.pt")
+    result = invoke("train", "--resume", "run.pt", "--threads", 2)
+    assert "threads: 1 then, 2 now" in result.output
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["environment"]["torch"] = "1.0"
+    checkpoint["environment"]["instruction set"] = "SSE2"
+    rewrite(checkpoint)
+    output = invoke("train", "--resume", "run.pt").output
+    assert "torch: 1.0 then" in output
+    assert "instruction set: SSE2 then" in output
+
+
+@for_every(
+    ("options", "message"),
+    [
+        (["--task", "text"], "--task text contradicts the checkpoint, whose run has --task digits"),
+        (["--optimizer", "sgd"], "--optimizer sgd contradicts"),
+        (["--seed", "1"], "--seed 1 contradicts"),
+        (["--steps", "9"], "--steps 9 contradicts the checkpoint, whose run has no --steps"),
+        (["--backend", "reference"], "--backend reference contradicts"),
+        (["--schedule", "cosine"], "--schedule cosine contradicts the checkpoint, whose run has --schedule linear"),
+        (["--data", "x"], "the task digits has its data built in"),
+    ],
+)
+def test_contradictions_are_refused(invoke: Invoke, options: list[str], message: str) -> None:
+    invoke("train", "--epochs", 1, "--save", "run.pt")
+    before = Path("run.pt").read_bytes()
+    assert message in invoke("train", "--resume", "run.pt", *options, code=1).output
+    assert Path("run.pt").read_bytes() == before
+
+
+def test_a_checkpoint_from_before_an_option_has_its_default(invoke: Invoke) -> None:
+    invoke("train", "--steps", 2, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    del checkpoint["config"]["schedule"]
+    rewrite(checkpoint)
+    invoke("train", "--resume", "run.pt", "--schedule", "linear")
+    assert (
+        "--schedule cosine contradicts" in invoke("train", "--resume", "run.pt", "--schedule", "cosine", code=1).output
+    )
+
+
+def test_other_data_are_refused(invoke: Invoke, text_file: Path) -> None:
+    invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
+    text_file.write_text(text_file.read_text().replace("times", "TIMES"))
+    assert "are not those of the checkpoint" in invoke("train", "--resume", "run.pt", code=1).output
+
+
+def test_damaged_and_foreign_checkpoints(invoke: Invoke) -> None:
+    invoke("train", "--epochs", 1, "--save", "run.pt")
+    whole = Path("run.pt").read_bytes()
+    middle = len(whole) // 2
+    wrong = {
+        "truncated.pt": whole[:middle],
+        "short.pt": whole[:100],
+        "empty.pt": b"",
+        "flipped.pt": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "text.pt": b"not a checkpoint\n" * 100,
+    }
+    for name, data in wrong.items():
+        Path(name).write_bytes(data)
+        assert f"--resume {name} is damaged or not a checkpoint" in invoke("train", "--resume", name, code=1).output
+    torch.save({"model": {}}, "foreign.pt")
+    assert "foreign.pt was not written by" in invoke("train", "--resume", "foreign.pt", code=1).output
+    assert "there is no such file" in invoke("train", "--resume", "nowhere.pt", code=1).output
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(invoke: Invoke) -> None:
+    invoke("train", "--epochs", 1, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["run"]["model"]["head.weight"] = torch.zeros(3, 3)
+    rewrite(checkpoint)
+    assert "head.weight" in invoke("train", "--resume", "run.pt", code=1).output
+
+
+def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:
+    class Malicious:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "was-here"),)
+
+    torch.save({"format": "bighorn checkpoint 4", "config": Malicious()}, "evil.pt")
+    assert "damaged or not a checkpoint" in invoke("train", "--resume", "evil.pt", code=1).output
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_an_interrupted_run_without_a_name_overwrites_no_other(
+    invoke: Invoke, interrupt_after: Callable[[int], None]
+) -> None:
+    """Its output is the command that resumes it, in quotes where a shell needs them."""
+    interrupt_after(2)
+    report = ["--report", "my report.html"]
+    for seed, name in enumerate(("bighorn-digits-lamb-step2.pt", "bighorn-digits-lamb-step2-2.pt")):
+        output = invoke("train", "--steps", 4, "--seed", seed, *report, code=130).output
+        assert f"--resume {name} --report 'my report.html'\n" in output
+        assert content(Path(name))["config"]["seed"] == seed

@@ -1,6 +1,7 @@
 """Bighorn: LAMB, CAME and LARS for PyTorch, fused, exact, and fast on whatever device the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
+from bighorn.backend_status import BackendStatus, Status, status
 from bighorn.distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
 from bighorn.offloading import offload
 from bighorn.optim.came import Came, CameTelemetry
@@ -14,6 +15,7 @@ __all__ = [
     "CAME_PRESETS",
     "LARS_PRESETS",
     "PRESETS",
+    "BackendStatus",
     "Came",
     "CameTelemetry",
     "ConvertedStateWarning",
@@ -27,6 +29,7 @@ __all__ = [
     "LarsTelemetry",
     "LossScaler",
     "Preset",
+    "Status",
     "TailOverlap",
     "WindowScale",
     "__version__",
@@ -36,6 +39,7 @@ __all__ = [
     "release_gradients",
     "schedules",
     "shard_update",
+    "status",
     "telemetry",
 ]
 

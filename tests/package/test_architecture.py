@@ -13,9 +13,8 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -24,6 +23,7 @@ from bighorn import groups, kernels, schedules, telemetry
 from bighorn.kernels.options import table
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.settings import Settings
+from tests.support.imports import Offence, cycles, import_graph, imports, module_of, none_of, offenders, parsed
 
 ROOT = Path(bighorn.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -33,8 +33,10 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 
 # A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
+    "bighorn": {"backend_status", "groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
+    "__main__": {"bighorn"},
     "arguments": set(),
+    "backend_status": {"arguments", "capabilities", "kernels", "optim"},
     "capabilities": set(),
     "deferred": set(),
     "square_sums": {"capabilities"},
@@ -49,9 +51,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"capabilities", "deferred", "kernels"},
     "offloading": {"arguments", "distributed", "kernels", "offloading", "square_sums"},
     "compat": {"arguments", "bighorn", "compat", "schedules"},
-    "tasks": {"arguments", "capabilities"},
-    "study": {"cli", "tasks"},
-    "cli": {"arguments", "capabilities", "bighorn", "kernels", "schedules", "tasks", "cli"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""
@@ -66,51 +65,6 @@ def room(parts: tuple[str, ...]) -> str:
     return "bighorn" if len(parts) < 2 or parts[1] == "__init__" else parts[1]
 
 
-def for_types_alone(tree: ast.AST) -> set[ast.AST]:
-    """Everything below an `if TYPE_CHECKING:`."""
-    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    return {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def imports(path: Path, types: bool = True) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The line and absolute dotted name, in parts, of each import anywhere in a file; with imports for types or not."""
-    here = ("bighorn", *path.relative_to(ROOT).with_suffix("").parts)
-    left_out = set() if types else for_types_alone(parsed(path))
-    for node in ast.walk(parsed(path)):
-        if node in left_out:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, tuple(alias.name.split("."))) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = here[: len(here) - node.level] if node.level else ()
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            for alias in node.names:
-                submodule = ROOT.joinpath(*module[1:], alias.name)
-                is_module = module[:1] == ("bighorn",) and (submodule.is_dir() or submodule.with_suffix(".py").exists())
-                yield node.lineno, (*module, alias.name) if is_module else module
-
-
-Offence: TypeAlias = tuple[int, str]
-"""The line and what is wrong there."""
-
-
-def offenders(rule: Callable[[Path], Iterable[Offence]], files: Iterable[Path] = FILES) -> list[str]:
-    """All places that break a rule."""
-    return [
-        f"{path.relative_to(ROOT.parent)}:{line}: {what}" for path in files for line, what in sorted(set(rule(path)))
-    ]
-
-
-def none_of(found: list[str]) -> None:
-    """Fail with all that breaks a rule, one a line; of a long list, pytest would show the beginning."""
-    assert not found, "\n".join(["", *found])
-
-
 def crossings(path: Path, allowed: dict[str, set[str]] = MAY_IMPORT) -> Iterator[Offence]:
     own = room(("bighorn", *path.relative_to(ROOT).with_suffix("").parts))
     may = allowed[own] | ({own} if (ROOT / own).is_dir() else set())
@@ -120,7 +74,7 @@ def crossings(path: Path, allowed: dict[str, set[str]] = MAY_IMPORT) -> Iterator
 
 
 def test_a_room_imports_only_what_it_may() -> None:
-    none_of(offenders(crossings))
+    none_of(offenders(crossings, FILES))
 
 
 def test_the_import_rule_sees_a_crossing() -> None:
@@ -132,7 +86,7 @@ def test_the_import_rule_sees_a_crossing() -> None:
     assert ("bighorn", "kernels") in {name for _, name in imports(plan)}
 
 
-def test_only_the_command_line_needs_more_than_torch() -> None:
+def test_the_library_needs_only_torch() -> None:
     def foreign(path: Path) -> Iterator[Offence]:
         for line, (package, *_) in imports(path):
             if package in (TERMINAL | PEERS | TRAINERS) - own_trainer(path):
@@ -142,8 +96,31 @@ def test_only_the_command_line_needs_more_than_torch() -> None:
         for trainer in own_trainer(path) - {name[0] for _, name in imports(path)}:
             yield 1, f"does not import {trainer}"
 
-    others = [path for path in FILES if not path.is_relative_to(ROOT / "cli")]
-    none_of(offenders(foreign, others) + offenders(without_its_trainer))
+    none_of(offenders(foreign, FILES) + offenders(without_its_trainer, FILES))
+
+
+WORKBENCH = re.compile(r"\bbighorn[-_]workbench\b|\bbighorn (train|compare|lr-find|bench|memory|doctor)\b")
+
+
+def of_the_workbench(path: Path) -> Iterator[Offence]:
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        yield from ((line, f"names {found[0]}") for found in WORKBENCH.finditer(text))
+
+
+def test_the_library_knows_nothing_of_the_workbench() -> None:
+    """Neither an import nor a message, which would name a command that its reader may not have."""
+    none_of(offenders(of_the_workbench, [*FILES, *(ROOT / "kernels" / "csrc").glob("*.[ch]")]))
+
+
+def test_the_wall_sees_the_workbench(tmp_path: Path) -> None:
+    planted = tmp_path / "bighorn" / "planted.py"
+    planted.parent.mkdir()
+    (planted.parent / "__init__.py").touch()
+    planted.write_text("import torch\nfrom bighorn_workbench import train\nHELP = 'see bighorn doctor'\n")
+    assert offenders(of_the_workbench, [planted]) == [
+        "bighorn/planted.py:2: names bighorn_workbench",
+        "bighorn/planted.py:3: names bighorn doctor",
+    ]
 
 
 def own_trainer(path: Path) -> set[str]:
@@ -182,45 +159,19 @@ def test_faces_of_other_systems_are_thin() -> None:
 
 
 def test_only_one_place_probes_for_backends() -> None:
-    """Only `pick()` and `status()` ask a backend's module whether it works; the command line shows their answers."""
+    """Only `pick()` and `status()` ask a backend's module whether it works; `bighorn.status` shows their answers."""
 
     def inner(path: Path) -> Iterator[Offence]:
         for line, name in imports(path):
             if name[:2] == ("bighorn", "kernels") and len(name) > 2 and name[2] not in OPEN_KERNELS:
                 yield line, f"imports {'.'.join(name)}, a module between pick() and a step"
 
-    others = [path for path in FILES if not {ROOT / "kernels", ROOT / "cli"} & set(path.parents)]
+    others = [path for path in FILES if ROOT / "kernels" not in path.parents and path.stem != "backend_status"]
     none_of(offenders(inner, others))
 
 
-def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The largest sets of nodes that all reach each other."""
-    reached: dict[str, set[str]] = {}
-    for node in graph:
-        reached[node], waiting = set(), [node]
-        while waiting:
-            new = graph[waiting.pop()] - reached[node]
-            reached[node] |= new
-            waiting += new
-    return {
-        frozenset(other for other in reached[node] if node in reached[other]) for node in graph if node in reached[node]
-    }
-
-
-def module_of(path: Path) -> str:
-    return ".".join(part for part in path.relative_to(ROOT.parent).with_suffix("").parts if part != "__init__")
-
-
-def import_graph() -> dict[str, set[str]]:
-    """The modules of the package that each module imports, also within functions; without imports for types alone."""
-    own = {module_of(path): path for path in FILES}
-    return {
-        name: {".".join(other) for _, other in imports(path, types=False)} & own.keys() for name, path in own.items()
-    }
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    circles = cycles(import_graph())
+    circles = cycles(import_graph(FILES))
 
     def within(path: Path) -> Iterator[Offence]:
         own = module_of(path)
@@ -228,7 +179,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             if any({own, ".".join(name)} <= circle for circle in circles):
                 yield line, f"imports {'.'.join(name)}, which imports {own}"
 
-    none_of(offenders(within))
+    none_of(offenders(within, FILES))
     assert circles == set()
 
 
@@ -237,12 +188,11 @@ def test_a_cycle_is_seen() -> None:
         frozenset({"a", "b", "c"}),
         frozenset({"d"}),
     }
-    assert "bighorn_workbench.reports.train" in import_graph()["bighorn_workbench.train"]  # in a function
-    assert cycles(import_graph() | {"bighorn_workbench.errors": {"bighorn_workbench.train"}})
+    assert cycles(import_graph(FILES) | {"bighorn.arguments": {"bighorn.groups"}})
 
 
 def test_every_rule_names_what_is_there() -> None:
-    graph = import_graph()
+    graph = import_graph(FILES)
     rooms = set(MAY_IMPORT) | set().union(*MAY_IMPORT.values())
     named = {f"bighorn.{name}" for name in rooms - {"bighorn"}}
     named |= {f"bighorn.kernels.{name}" for name in OPEN_KERNELS}
@@ -264,7 +214,7 @@ def test_names_that_the_glossary_replaced_are_gone() -> None:
             if token.string in GONE:
                 yield token.start[0], token.string
 
-    none_of(offenders(gone))
+    none_of(offenders(gone, FILES))
 
 
 # ---- what is documented -----------------------------------------------------------------------------------------

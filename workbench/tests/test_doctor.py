@@ -1,15 +1,15 @@
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, kernels
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, backend_status, kernels
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
-from bighorn_workbench import doctor
 from tests.support.command_line import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
@@ -65,12 +65,12 @@ def test_require_knows_its_backends(invoke: Invoke) -> None:
 
 
 def test_a_backend_that_computes_nonsense_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = doctor._step
+    step = backend_status._step
 
     def broken(backend: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return step(backend, dtype, device) * (1.001 if backend == "foreach" else 1)
 
-    monkeypatch.setattr(doctor, "_step", broken)
+    monkeypatch.setattr(backend_status, "_step", broken)
     assert "foreach does not work a step gives wrong results" in words(invoke("doctor").output)
     assert "a step gives wrong results" in invoke("doctor", "--require", "foreach", code=1).output
 
@@ -92,10 +92,10 @@ def test_a_device_that_is_not_there_is_refused(invoke: Invoke, device: str, says
 
 
 def test_a_backend_whose_step_raises_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    def status() -> dict[str, Any]:
+    def status(_: Iterable[str]) -> dict[str, Any]:
         return {"foreach": Status(True, "plain torch, any device"), "imaginary": Status(True, "just imagine")}
 
-    monkeypatch.setattr(doctor, "status", status)
+    monkeypatch.setattr(kernels, "status", status)
     output = words(invoke("doctor").output)
     assert "foreach works plain torch, any device" in output
     assert "imaginary does not work a step fails:" in output

@@ -188,7 +188,7 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
         (["--optimizr", "lamb"], "Did you mean one of: '--optimizer',"),
         (["--lr", "-1"], "--lr=-1.0 is out of range: it must be a finite number in (0, 3.4e+38]"),
         (["--lr", "nan"], "--lr=nan"),
-        (["--seed", str(2**63)], "--seed=9223372036854775808 is out of range: it must be at least 0 and below 2**63"),
+        (["--seed", str(2**63)], "--seed=9223372036854775808 is out of range: it must be an integer, from 0 to"),
         (["--threads", "100000"], "--threads=100000 is out of range: it must be an integer, from 1 to 1024"),
         (["--lr", "inf"], "--lr=inf"),
         (["--weight-decay", "-0.1"], "--weight-decay=-0.1"),
@@ -347,7 +347,7 @@ def test_digits_train_on_one_thread_unless_told_otherwise() -> None:
 
 def test_kernels_without_the_c_library_are_said_in_a_line(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "plain torch" not in invoke("train", "--steps", "1").output
-    monkeypatch.setattr(display, "status", lambda: {"cpu": kernels.Status(False, "no compiler")})
+    monkeypatch.setattr(kernels, "status", lambda _: {"cpu": kernels.Status(False, "no compiler")})
     line = "The kernels run in plain torch, which is slower, without the C library: no compiler"
     assert line in invoke("train", "--steps", "1").output
     assert "plain torch" not in invoke("train", "--steps", "1", "--optimizer", "adamw").output

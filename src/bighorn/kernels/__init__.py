@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,19 +116,20 @@ class Status:
     """The type of a device on which the backend can be tried."""
 
 
-def status() -> dict[str, Status]:
-    """Return every backend's status on this machine.
+def status(backends: Iterable[str] = BACKENDS) -> dict[str, Status]:
+    """Return the status of backends on this machine. Default: of all.
 
     Example:
         >>> status()["reference"].available
         True
     """
-    return {
-        "cpu": Status(library.LIBRARY is not None, library.describe()),
-        "triton": Status(*device.status()),
-        "foreach": Status(True, "plain torch, any device"),
-        "reference": Status(True, "the specification, any device"),
+    found = {
+        "cpu": lambda: Status(library.LIBRARY is not None, library.describe()),
+        "triton": lambda: Status(*device.status()),
+        "foreach": lambda: Status(True, "plain torch, any device"),
+        "reference": lambda: Status(True, "the specification, any device"),
     }
+    return {name: found[name]() for name in backends}
 
 
 def pick(
@@ -164,7 +165,7 @@ def pick(
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and param.device.type in device.DEVICES and reason == device.broken(param.device):
             _warn_of(
-                f"bighorn steps without Triton's kernels, which is slower: {reason}. `bighorn doctor` shows more; "
+                f"bighorn steps without Triton's kernels, which is slower: {reason}. `python -m bighorn` shows more; "
                 'backend="foreach" silences this warning.'
             )
         if name == "cpu" and reason == NO_BLOCKS and param.device.type == "cpu":

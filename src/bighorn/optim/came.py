@@ -231,7 +231,7 @@ class Came(KernelOptimizer):
         """Return the CAME of another package: a row of `bighorn.CAME_PRESETS`.
 
         Args:
-            name: The preset; `bighorn doctor --presets` lists them.
+            name: The preset; `bighorn.CAME_PRESETS` lists them.
             params: Parameters in any form that `Came` takes.
             **overrides: Options of `Came`, which override those of the preset.
 

@@ -198,7 +198,7 @@ class Lamb(KernelOptimizer):
         """Return the LAMB of another package or of a version of the paper: a row of `bighorn.PRESETS`.
 
         Args:
-            name: The preset; `bighorn doctor --presets` lists them.
+            name: The preset; `bighorn.PRESETS` lists them.
             params: Parameters in any form that `Lamb` takes.
             **overrides: Options of `Lamb`, which override those of the preset.
 

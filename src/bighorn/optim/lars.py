@@ -143,7 +143,7 @@ class Lars(KernelOptimizer):
         """Return the LARS of another package or of the paper: a row of `bighorn.LARS_PRESETS`.
 
         Args:
-            name: The preset; `bighorn doctor --presets` lists them.
+            name: The preset; `bighorn.LARS_PRESETS` lists them.
             params: Parameters in any form that `Lars` takes.
             **overrides: Options of `Lars`, which override those of the preset.
 

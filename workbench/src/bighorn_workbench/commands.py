@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from bighorn_workbench.launch import end_imports
+from bighorn_workbench.interrupts import end_imports
 
 COMMANDS = {
     "train": "Train a model with LAMB, CAME or one of torch's optimizers.",

@@ -11,11 +11,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bighorn.arguments import number
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import Trial
 from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.checks import number
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance

@@ -4,17 +4,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from bighorn import arguments
-from bighorn.kernels import BACKENDS
 from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, scaled_lr
-from bighorn.schedules.large_batch import RULES
 from bighorn_workbench.builtin_tasks import TASKS, TaskName
+from bighorn_workbench.checks import integer, number
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
+from bighorn_workbench.optimizers import BACKENDS, OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn_workbench.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.values import device_of, read_options, scale_policy, warmup_steps
@@ -75,7 +74,7 @@ class RunConfig(Options):
     lr_scaling: str = option(
         "none",
         f"Multiply lr by batch-size / {BASE_BATCH} (linear) or its square root (sqrt).",
-        choices=("none", *RULES),
+        choices=("none", "sqrt", "linear"),
     )
     warmup: str = option("10%", "Linear warm-up, as steps (200) or a share of the run (10%).")
     schedule: str = option(
@@ -89,9 +88,9 @@ class RunConfig(Options):
         None,
         "Weight decay; biases and norms have none.",
         shown=_by_name(OPTIMIZERS, "weight_decay"),
-        check=arguments.between(0, MOST),
+        check=partial(number, high=MOST),
     )
-    seed: int = option(0, "Seed of weights, data order and dropout.", check=arguments.count)
+    seed: int = option(0, "Seed of weights, data order and dropout.", check=partial(integer, most=2**63 - 1))
     precision: str = option(
         "fp32",
         "fp32 or bf16: type of weights and gradients. fp16: mixed, computed under autocast over fp32 weights.",

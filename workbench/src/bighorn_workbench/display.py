@@ -13,9 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from bighorn.kernels import status
-from bighorn.kernels.cpu import library
-from bighorn_workbench.environment import device_name
+from bighorn_workbench.environment import cores, cpu_backend, device_name
 from bighorn_workbench.metrics import SHORT, metric_text
 from bighorn_workbench.optimizers import OWN
 from bighorn_workbench.run import Run
@@ -153,8 +151,8 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
-    cpu = status()["cpu"]
-    if config.device == "cpu" and config.optimizer in OWN and not cpu.available:
+    cpu = cpu_backend()
+    if config.device == "cpu" and config.optimizer in OWN and not cpu.works:
         console.print(f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}")
     if run.ranks.size > 1:
         share = run.batch_size // run.ranks.size
@@ -201,8 +199,8 @@ def short(value: float) -> str:
 
 def busy() -> str:
     """Words for an estimate on a machine whose cores other programs use; empty on one that is idle."""
-    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, library.cores()
-    return "" if load < cores else f", and more while other programs run (load {load:.1f} on {cores} cores)"
+    load, count = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, cores()
+    return "" if load < count else f", and more while other programs run (load {load:.1f} on {count} cores)"
 
 
 def duration(seconds: float) -> str:

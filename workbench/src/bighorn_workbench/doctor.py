@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, Lamb
-from bighorn.capabilities import capabilities
-from bighorn.kernels import BACKENDS, status
-from bighorn.kernels.cpu import library
+import bighorn
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS
 from bighorn_workbench import files
 from bighorn_workbench.environment import environment, machine
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.optimizers import BACKENDS
 from bighorn_workbench.options import FILE, Command
 from bighorn_workbench.values import device_of
 
@@ -27,7 +25,7 @@ VARIABLES = ("BIGHORN_", "OMP_", "GOMP_", "MKL_", "CUDA_VISIBLE_DEVICES")
 
 
 @click.command(cls=Command, epilog="Example: bighorn doctor --require cpu --json doctor.json")
-@click.option("--require", multiple=True, type=click.Choice(list(BACKENDS)), help="Fail unless this backend works.")
+@click.option("--require", multiple=True, type=click.Choice(BACKENDS), help="Fail unless this backend works.")
 @click.option("--presets", is_flag=True, help="List what Lamb.like(), Came.like() and Lars.like() give, instead.")
 @click.option("--device", help="Step on this device of torch, such as npu:0. Default: torch's accelerator, if any.")
 @click.option("--json", "json_file", type=FILE, help="Write the findings as JSON.")
@@ -41,8 +39,7 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
         content: dict[str, Any] = {"presets": preset_rows()}
         console.print(_preset_table(content["presets"]))
     else:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        content = findings(device_of(device) if device else accelerator)
+        content = findings(device_of(device) if device else None)
         for line in _lines(content):
             console.print(line, soft_wrap=True)
     files.finish(partial(console.print, markup=False), None, str, json_file, lambda: content)
@@ -53,29 +50,21 @@ def doctor(require: tuple[str, ...], presets: bool, device: str | None, json_fil
             )
 
 
-def device_findings(device: torch.device) -> dict[str, Any]:
-    """Return what a device has, and whether plain torch steps there."""
-    found = asdict(capabilities(device))
-    has = ", ".join(f"{name.replace('_', ' ')}: {'yes' if value else 'no'}" for name, value in found.items())
-    range_of_sums = "" if found["float64"] else "; norms are in float32, and right between 1e-19 and 1e19"
-    failure = step_failure("foreach", device)
-    return {"works": not failure, "detail": failure or f"{has}{range_of_sums}", **found}
-
-
 def findings(device: torch.device | None = None) -> dict[str, Any]:
     """Return everything that doctor reports, with a step on a device if there is one."""
-    backends = {}
-    for name, found in status().items():
-        failure = step_failure(name, torch.device(found.device)) if found.available else None
-        backends[name] = {"works": found.available and not failure, "detail": failure or found.detail}
-    built = {"C library": library.LIBRARY_DETAIL} if library.LIBRARY else {}
+    status = bighorn.status(device=device)
+    built = {"C library": status.c_library} if status.c_library else {}
     return {
-        "backends": backends,
-        "devices": {str(device): device_findings(device)} if device else {},
+        "backends": {row.name: _row(row) for row in status.backends if not row.has},
+        "devices": {str(row.device): {**_row(row), **row.has} for row in status.backends if row.has},
         "environment": {name: value for name, value in environment().items() if name not in {"cpu backend", "device"}},
         "machine": machine() | built,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+
+
+def _row(row: bighorn.BackendStatus) -> dict[str, Any]:
+    return {"works": row.works, "detail": row.detail}
 
 
 def preset_rows() -> list[dict[str, Any]]:
@@ -86,25 +75,6 @@ def preset_rows() -> list[dict[str, Any]]:
         for optimizer, presets in (("lamb", PRESETS), ("came", CAME_PRESETS), ("lars", LARS_PRESETS))
         for preset in presets
     ]
-
-
-def step_failure(backend: str, device: torch.device) -> str | None:
-    """Return the reason why a step of a backend fails, or None; only a step shows whether a backend works."""
-    try:
-        ours, exact = _step(backend, torch.float32, device), _step("reference", torch.float64, torch.device("cpu"))
-    except Exception as error:
-        return f"a step fails: {error}"
-    if not torch.allclose(ours.double(), exact, rtol=1e-5):
-        return "a step gives wrong results; please report it with the output of bighorn doctor --json FILE"
-    return None
-
-
-def _step(backend: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    param, grad = torch.linspace(1, 2, 1000), torch.linspace(1, -2, 1000)
-    param = param.to(device, dtype)
-    param.grad = grad.to(device, dtype)
-    Lamb([param], lr=0.1, weight_decay=0.01, backend=backend).step()
-    return param.cpu()
 
 
 def _lines(content: dict[str, Any]) -> Iterator[Text]:

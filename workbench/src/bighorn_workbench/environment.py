@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 import bighorn
-from bighorn import kernels
-from bighorn.kernels.cpu import library
 from bighorn_workbench.errors import InputError
 
 
@@ -43,8 +41,18 @@ def environment(device: str = "cpu") -> dict[str, str | int]:
         "device": device_name(device),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "cpu backend": kernels.status()["cpu"].detail,
+        "cpu backend": cpu_backend().detail,
     }
+
+
+def cpu_backend() -> bighorn.BackendStatus:
+    """Return whether the library's backend for CPUs is there, without a step."""
+    return bighorn.status(["cpu"], trial=False).backends[0]
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return bighorn.status(["cpu"], trial=False).cores
 
 
 def device_name(device: str) -> str:
@@ -55,8 +63,7 @@ def device_name(device: str) -> str:
 def check_variables() -> None:
     """Raise an error for values of ``BIGHORN_NUM_THREADS`` and ``BIGHORN_ISA`` that the first step would reject."""
     try:
-        library.threads()
-        library.isa()
+        cpu_backend()
     except ValueError as error:
         raise InputError(f"{error}. Correct the variable, or unset it.") from error
 
@@ -80,7 +87,7 @@ def _processor() -> str:
 
 def machine() -> dict[str, str | int | float]:
     """Cores, caches and load, as far as the system reports them."""
-    facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": library.cores()}
+    facts: dict[str, str | int | float] = {"processors": os.cpu_count() or 1, "cores allowed": cores()}
     caches = [_cache(folder) for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))]
     if caches:
         facts["caches"] = ", ".join(caches)

@@ -13,12 +13,12 @@ import click
 import numpy as np
 from rich.console import Console
 
-from bighorn.arguments import integer
 from bighorn.schedules import Exponential
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import load
 from bighorn_workbench.builtin_tasks.trial import Trial
 from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.checks import integer
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.display import counting, terminal
 from bighorn_workbench.environment import provenance

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from rich.table import Table
 
-from bighorn.kernels.rounding import ROUNDING_MODES
 from bighorn_workbench import files, footprint, models
 from bighorn_workbench.builtin_tasks import TaskName
 from bighorn_workbench.config import PRECISIONS
@@ -18,6 +17,7 @@ from bighorn_workbench.display import quantity, table_of, terminal
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.footprint import FOOTPRINTS, OURS, Kind, Total, Weights, predicted, total_of
+from bighorn_workbench.optimizers import ROUNDINGS
 from bighorn_workbench.options import FILE, Command, Options, command_line, config_options, flag_of, option
 from bighorn_workbench.shapes import SHAPES
 from bighorn_workbench.values import bytes_in, check_name, names, read_options, suggestion
@@ -52,7 +52,7 @@ class MemoryConfig(Options):
     optimizers: str | None = option(None, f"Optimizers, of {', '.join(FOOTPRINTS)}.", shown=", ".join(SHOWN))
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     weight_rounding: str = option(
-        "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=ROUNDING_MODES
+        "nearest", "How Bighorn's own optimizers store weights of 16 bits (--precision bf16).", choices=ROUNDINGS
     )
     optimizer_option: tuple[str, ...] = option(
         (),

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels.rounding import ROUNDING_MODES
 
 KINDS = (Lamb, Came, Lars)
 """Bighorn's own optimizers."""
+
+BACKENDS = ("cpu", "triton", "foreach", "reference")
+"""The values of their option ``backend`` besides "auto"."""
+ROUNDINGS = ("nearest", "stochastic", "kahan", "kahan8", "master")
+"""The values of their option ``weight_rounding``."""
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "int4": "int4"}
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
@@ -170,7 +174,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"lamb-{dtype}": {"optimizer": "lamb", "state_dtype": dtype} for dtype in NARROW},
     **{
         f"lamb-{way}": {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)}
-        for way in ROUNDING_MODES
+        for way in ROUNDINGS
     },
 }
 """More names for ``bighorn compare --optimizers``: optimizers with options that are not their defaults.

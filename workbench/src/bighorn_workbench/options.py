@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from bighorn.arguments import integer, number
+from bighorn_workbench.checks import integer, number
 from bighorn_workbench.errors import InputError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

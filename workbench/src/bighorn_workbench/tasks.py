@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bighorn import arguments
-from bighorn.capabilities import wide
+from bighorn_workbench import checks
 
 Own = TypeVar("Own", bound="Classification")
 
@@ -110,7 +109,7 @@ class Defaults:
     description: str = ""
 
 
-_POSITIVE_COUNT = partial(arguments.integer, least=1)
+_POSITIVE_COUNT = partial(checks.integer, least=1)
 
 
 def _counts(name: str, value: object) -> list[int]:
@@ -119,15 +118,15 @@ def _counts(name: str, value: object) -> list[int]:
     return [_POSITIVE_COUNT(name, each) for each in value]
 
 
-_CHECKS: dict[str, arguments.Check] = {
-    "higher_is_better": arguments.flag,
+_CHECKS: dict[str, checks.Check] = {
+    "higher_is_better": checks.flag,
     "batch_size": _POSITIVE_COUNT,
     "batch_sizes": _counts,
-    "epochs": arguments.positive,
-    "steps": arguments.optional(_POSITIVE_COUNT),
-    "samples": arguments.optional(_POSITIVE_COUNT),
-    "target": arguments.optional(arguments.number),
-    "one_thread": arguments.flag,
+    "epochs": partial(checks.number, above=True),
+    "steps": checks.optional(_POSITIVE_COUNT),
+    "samples": checks.optional(_POSITIVE_COUNT),
+    "target": checks.optional(checks.number),
+    "one_thread": checks.flag,
 }
 
 
@@ -214,10 +213,11 @@ class Classification:
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the mean cross-entropy and the accuracy."""
         device = next(model.parameters()).device
-        totals = torch.zeros(2, dtype=wide(device), device=device)
+        sums = []
         for inputs, targets in self.batches(split, TEST_BATCH, torch.Generator()):
             loss, metrics = self.loss(model, (inputs.to(device), targets.to(device)))
-            totals += len(inputs) * torch.stack([loss, metrics["accuracy"]]).to(totals)
+            sums.append(len(inputs) * torch.stack([loss, metrics["accuracy"]]))
+        totals = sum(torch.stack(sums).cpu(), torch.zeros(2, dtype=torch.float64))
         loss, accuracy = (totals / len(self.data[split][0])).tolist()
         return {"loss": loss, "accuracy": accuracy}
 

@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from bighorn.kernels.cpu.library import cores
 from bighorn_workbench.builtin_tasks import load
+from bighorn_workbench.environment import cores
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.search import Plan, Search
 

@@ -143,7 +143,7 @@ def isa() -> int:
 
 
 def describe() -> str:
-    """Return one line for `bighorn doctor`."""
+    """Return one line for `bighorn.status`."""
     if LIBRARY is None:
         return LIBRARY_DETAIL
     count = threads()

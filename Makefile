@@ -217,7 +217,7 @@ ledger: $(STAMP)
 MNIST ?=
 TEXT ?=
 evidence: $(STAMP)
-	$(BIN)/python benchmarks/evidence.py $(if $(MNIST),--mnist '$(MNIST)') $(if $(TEXT),--text '$(TEXT)')
+	$(BIN)/python workbench/benchmarks/evidence.py $(if $(MNIST),--mnist '$(MNIST)') $(if $(TEXT),--text '$(TEXT)')
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,6 @@
 """The published tables of CPU steps: how each is measured, and whether it is of the present code.
 
-    python benchmarks/published.py [NAME ...]   # measure them again, 15 minutes; then run benchmarks/front.py
+    python benchmarks/published.py [NAME ...]   # measure them again, 15 minutes; then run workbench/benchmarks/front.py
 
 Measure on a machine that does nothing else, from a clean tree: each file names its commit. A test of the ledger fails
 when a count on which a table depends has changed since then by more than 1%, and by more than one call.

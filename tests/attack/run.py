@@ -18,13 +18,16 @@ from tests.support.sanitized import command, environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+ON_THE_WORKBENCH = ROOT / "workbench" / "tests" / "attack"
 ON_THE_LIBRARY = ("test_random_cases.py", "test_optimizer_use.py", "test_damaged_state.py")
 """The attacks that also run under sanitizers."""
 
 
 def plain(seed: int) -> tuple[list[str], Mapping[str, str]]:
     """Return the command of a round without sanitizers and its environment."""
-    return [sys.executable, "-m", "pytest", "-m", "not slow", str(HERE)], {"ATTACK_SEED": str(seed)}
+    return [sys.executable, "-m", "pytest", "-m", "not slow", str(HERE), str(ON_THE_WORKBENCH)], {
+        "ATTACK_SEED": str(seed)
+    }
 
 
 def sanitized(seed: int) -> tuple[list[str], Mapping[str, str]]:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import bighorn
 from bighorn import Lamb, LossScaler, WindowScale, offload, release_gradients, schedules
 from bighorn.compat import mindformers, mindspore, npu_bridge, pytorch_fused_lamb, torch_npu
-from bighorn_workbench.commands import bighorn
 from tests.device import stand_in
 from tests.device.moved import on_host
-from tests.device.stand_in import MODES, STAND_IN
+from tests.device.stand_in import STAND_IN
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import figures
 from tests.support.processes import group_of_one
@@ -407,24 +404,6 @@ def test_the_clip_of_npu_fused_lamb() -> None:
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
 
 
-def test_doctor_says_what_there_is() -> None:
-    """The row of the accelerator is of its own steps, not of the CPU's."""
-    ran = CliRunner().invoke(bighorn, ["doctor"])
-    assert ran.exit_code == 0, ran.output
-    assert "npu" in ran.output, f"no row of npu: {ran.output}"
-
-
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != "no float64")) for mode in MODES], indirect=True
-)
-def test_the_command_line_trains_and_resumes() -> None:
-    """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
-    with tempfile.TemporaryDirectory() as folder:
-        save, steps = str(Path(folder) / "run.pt"), ["--steps", "6"]
-        for arguments in (
-            ["train", "--device", "npu", "--optimizer", "came", "--save", save, *steps],
-            ["train", "--resume", save],
-            ["lr-find", "--device", "npu", "--report", str(Path(folder) / "found.html"), "--steps", "20"],
-        ):
-            ran = CliRunner().invoke(bighorn, arguments, catch_exceptions=False)
-            assert ran.exit_code == 0, ran.output
+def test_status_has_a_row_of_the_accelerators_own_steps() -> None:
+    (row,) = (row for row in bighorn.status().backends if row.has)
+    assert (row.name, row.device.type, row.works) == ("foreach", "npu", True)

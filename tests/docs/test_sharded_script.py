@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_docs import ROOT, blocks
-from tests.support.processes import LIMIT
-from tests.support.torchrun import TORCHRUN, VARIABLES
+from tests.support.processes import LIMIT, TORCHRUN, VARIABLES
 
 SCRIPT = next(block for block in blocks((ROOT / "docs" / "sharding.md").read_text()) if "__main__" in block)
 

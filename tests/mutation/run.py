@@ -1,4 +1,4 @@
-"""`make mutants`: plant each fault in a copy of the package, and see that tests find it.
+"""`make mutants`: plant each fault in a copy of the packages, and see that tests find it.
 
 A fault that no test finds means that a test was lost. The faults of C are compiled; the run takes about 20 minutes.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.mutation.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT / "src" / "bighorn", ROOT / "workbench" / "src" / "bighorn_workbench")
 BUILD = ROOT / "build" / "mutants"
 """The sources of C with a fault, and the objects compiled from them."""
 
@@ -40,7 +41,7 @@ def compile_library(package: Path) -> None:
 
 
 def passes(site: Path, tests: str) -> bool:
-    """Whether the tests pass with the package in a folder.
+    """Whether the tests pass with the packages in a folder.
 
     Raises:
         RuntimeError: pytest did not run, or found no test.
@@ -60,11 +61,12 @@ def passes(site: Path, tests: str) -> bool:
     return done.returncode == 0
 
 
-def copy_of(package: Path) -> Path:
-    """Return the package in a new folder of its own."""
+def copies() -> Path:
+    """Return a new folder with both packages."""
     site = BUILD / "site"
     shutil.rmtree(site, ignore_errors=True)
-    shutil.copytree(package, site / "bighorn", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for package in PACKAGES:
+        shutil.copytree(package, site / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for hook in Path(sysconfig.get_path("purelib")).glob("_editable_*bighorn.py"):
         (site / hook.name).touch()  # in place of the hook by which an editable install would be found first
     return site
@@ -76,7 +78,7 @@ def plant(fault: Fault, site: Path) -> None:
     Raises:
         RuntimeError: The file does not have the text exactly once.
     """
-    path = site / "bighorn" / fault.file
+    path = site / fault.file
     text = path.read_text()
     if text.count(fault.right) != 1:
         raise RuntimeError(f"{fault.file} has {text.count(fault.right)} times {fault.right!r}: write the fault anew")
@@ -91,7 +93,7 @@ def main() -> int:
     chosen = [fault for fault in FAULTS if not given.families or any(part in fault.family for part in given.families)]
     survived = []
     for fault in chosen:
-        start, site = time.monotonic(), copy_of(ROOT / "src" / "bighorn")
+        start, site = time.monotonic(), copies()
         if not given.sound:
             plant(fault, site)
         compile_library(site / "bighorn")

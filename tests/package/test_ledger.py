@@ -193,7 +193,7 @@ def test_a_row_that_got_worse_needs_a_reason_until_it_is_as_good_again() -> None
 
 @pytest.mark.parametrize("name", published.TABLES)
 def test_a_published_table_is_of_the_present_code(name: str) -> None:
-    """If not, measure it again: `python benchmarks/published.py NAME`, and then `python benchmarks/front.py`."""
+    """If not, measure it again: `python benchmarks/published.py NAME`, then `workbench/benchmarks/front.py`."""
     try:
         found = published.changed_since(name)
     except LookupError as error:

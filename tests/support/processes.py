@@ -32,6 +32,10 @@ from bighorn_workbench.ranks import end_process_group
 LIMIT = 250
 """Seconds that a process may take on a busy machine, on which importing torch alone takes one minute."""
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+VARIABLES = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+"""The environment of torchrun, whose processes import `tests`."""
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [

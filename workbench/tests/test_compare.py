@@ -19,6 +19,7 @@ import torch
 from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 from bighorn_workbench import commands, run_queue, search, workers
 from bighorn_workbench.builtin_tasks.digits import Digits
@@ -32,7 +33,6 @@ from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
 from bighorn_workbench.verdict import columns, interval, row, step_seconds, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
-from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from workbench.tests.command_line import Invoke
 
 from bighorn_workbench.checkpoint import digest
 from bighorn_workbench.commands import bighorn
-from tests.support.command_line import Invoke
 
 Keys = tuple[Any, ...]
 MISSING = object()

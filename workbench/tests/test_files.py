@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import files
 from bighorn_workbench.errors import InputError
-from tests.support.command_line import Invoke
 from tests.support.processes import LIMIT, outcomes
 
 

@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import logs
-from tests.support.command_line import Invoke
 
 TRAIN = ["train", "--epochs", 1, "--batch-size", 256, "--json", "run.json"]
 COMPARE = [

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels.rounding import LOW, ROUNDING_MODES
@@ -24,7 +25,6 @@ from bighorn_workbench.optimizers import CONTESTANTS, state_bytes
 from bighorn_workbench.peer_state import OF_OTHERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.shapes import SHAPES, llama
-from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.tables import for_every
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from workbench.tests.command_line import Invoke
 
 from bighorn import Lamb, offload
 from bighorn.offloading import OffloadedOptimizer
@@ -17,7 +18,6 @@ from bighorn_workbench import train_step
 from bighorn_workbench.config import ParallelConfig
 from bighorn_workbench.footprint import Weights, offload_bytes
 from tests.support.cases import needs_grad_dtype
-from tests.support.command_line import Invoke
 from tests.support.slow_copies import SlowCopies
 
 KEPT = ("loss", "batch_metrics", "lr", "metrics", "scale", "skipped")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from workbench.tests.command_line import Invoke, assert_self_contained
 from workbench.tests.test_resume import assert_same, content
 
 from bighorn_workbench.builtin_tasks import trial
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.run import Batches, Run
 from bighorn_workbench.tasks import Classification, Task, defaults
-from tests.support.command_line import Invoke, assert_self_contained
 from tests.support.tables import for_every
 
 CODE = '''

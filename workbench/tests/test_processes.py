@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tests.support.command_line import Invoke, write_idx, write_text
-from tests.support.processes import LIMIT
-from tests.support.torchrun import (
-    TORCHRUN,
+from workbench.tests.command_line import Invoke, write_idx, write_text
+from workbench.tests.torchrun import (
     TWO,
-    VARIABLES,
     WORKER,
     assert_same_run,
     history,
@@ -27,6 +23,8 @@ from tests.support.torchrun import (
     job,
     under_torchrun,
 )
+
+from tests.support.processes import LIMIT, TORCHRUN, VARIABLES
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from workbench.tests.command_line import Invoke, Page, assert_self_contained
 
 from bighorn_workbench.reports import plots, style
 from bighorn_workbench.smoothing import smoothed
-from tests.support.command_line import Invoke, Page, assert_self_contained
 
 
 def test_report_of_a_run(invoke: Invoke) -> None:

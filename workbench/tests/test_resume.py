@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from workbench.tests.command_line import Invoke
 
 from bighorn_workbench.checkpoint import digest
 from bighorn_workbench.ranks import Interrupt
-from tests.support.command_line import Invoke
 from tests.support.tables import for_every
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def content(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import image
+from workbench.tests.command_line import Invoke, without_dropout
 
 from bighorn import WindowScale, kernels
 from bighorn_workbench import display, launch
@@ -26,7 +27,6 @@ from bighorn_workbench.memory import MemoryConfig
 from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import Classification, defaults
-from tests.support.command_line import Invoke, without_dropout
 from tests.support.tables import for_every
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.support.command_line import Invoke
+from workbench.tests.command_line import Invoke
 
 
 @pytest.mark.parametrize(

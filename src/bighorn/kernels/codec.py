@@ -103,7 +103,7 @@ NIBBLES = Form(
 )
 """The form of CAME's and LARS's momentum in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by
 less than the distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss
-(benchmarks/results/four-bits.json)."""
+(workbench/benchmarks/results/four-bits.json)."""
 
 RATIOS = replace(NIBBLES, relative=True)
 """The form of LAMB's first moment in 4 bits, as the ratio m / sqrt(v) that its update is made of.

@@ -1,0 +1,21 @@
+"""After processes are killed during a save, the newest checkpoint loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workbench.tests.attack import save_kill_worker
+
+from tests.support.attack_settings import SEED
+from tests.support.processes import assert_ended_well, outcomes
+
+KILLS = 20
+
+
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    place = tmp_path / "saved" / "run.pt"
+    place.parent.mkdir()
+    ended = outcomes(Path(save_kill_worker.__file__), [[place, SEED, KILLS]])
+    assert_ended_well(ended)
+    print(ended[0].output)
+    assert f"{KILLS} kills, 0 of them" not in ended[0].output

@@ -1,0 +1,37 @@
+"""Commands on an accelerator that torch does not have, the stand-in."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bighorn_workbench.commands import bighorn
+from tests.device.stand_in import MODES, STAND_IN
+
+pytestmark = STAND_IN
+
+
+def test_doctor_says_what_there_is() -> None:
+    """The row of the accelerator is of its own steps, not of the CPU's."""
+    ran = CliRunner().invoke(bighorn, ["doctor"])
+    assert ran.exit_code == 0, ran.output
+    assert "npu" in ran.output, f"no row of npu: {ran.output}"
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != "no float64")) for mode in MODES], indirect=True
+)
+def test_the_command_line_trains_and_resumes() -> None:
+    """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        save, steps = str(Path(folder) / "run.pt"), ["--steps", "6"]
+        for arguments in (
+            ["train", "--device", "npu", "--optimizer", "came", "--save", save, *steps],
+            ["train", "--resume", save],
+            ["lr-find", "--device", "npu", "--report", str(Path(folder) / "found.html"), "--steps", "20"],
+        ):
+            ran = CliRunner().invoke(bighorn, arguments, catch_exceptions=False)
+            assert ran.exit_code == 0, ran.output

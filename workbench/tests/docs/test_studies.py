@@ -1,0 +1,134 @@
+"""The comparisons in the docs are those of the files; `python workbench/benchmarks/studies.py` updates them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import equal_tuning
+from bighorn import Came
+from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.compare import CompareConfig, compare
+from bighorn_workbench.tasks import defaults
+from bighorn_workbench.verdict import interval
+from result_files import DOCS, load
+from studies import FIGURES, PAGES, STUDIES, cells_of, command, written
+from tests.support.tables import for_every
+
+
+@for_every("page", PAGES, ids=lambda page: page.stem)
+def test_the_figures_are_those_of_the_files(page: Path) -> None:
+    assert page.read_text() == written(page)
+
+
+def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
+    """To update tables and pictures, run `python workbench/benchmarks/equal_tuning.py`."""
+    assert equal_tuning.PAGE.read_text() == equal_tuning.written()
+    for name in equal_tuning.names():
+        saved = load(name)
+        assert saved["clean"] is True
+        assert {len(cell["tuning"]) for cell in saved["cells"]} == {saved["config"]["trials"]}
+        assert {len(cell["final"]) for cell in saved["cells"]} == {saved["config"]["seeds"]}
+        added = saved.get("more_seeds", [])
+        seeds = {optimizer: more["seeds"] for more in added for optimizer in more["optimizers"]}
+        for row in equal_tuning.cells_of(name).values():
+            assert {len(cell.finals) for cell in row} == {
+                seeds.get(cell.name, saved["config"]["seeds"]) for cell in row
+            }
+        assert all(more["clean"] for more in [*added, *saved.get("tuned_again", [])])
+
+
+def test_the_verdicts_at_equal_tuning_are_those_of_the_pages() -> None:
+    """docs/lamb.md, came.md, lars.md and which-optimizer.md count the batches ahead, not settled and behind AdamW."""
+    lines = equal_tuning.summary(",".join(equal_tuning.names("equal tuning"))).splitlines()[2:]
+    rows = {name: figures for name, *figures in (line.strip("| ").split(" | ") for line in lines)}
+    assert rows["lamb"][:3] == ["1", "15", "2"]
+    assert rows["came-corrected"][:3] == ["4", "15", "0"]
+    assert rows["adafactor"][:3] == ["5", "12", "2"]
+    assert rows["lars"][:3] == ["0", "2", "14"]
+    page = " ".join((DOCS / "lamb.md").read_text().split())
+    assert f"{rows['lamb'][-1]} learned nothing, of AdamW's {rows['adamw'][-1].strip()}" in page
+
+
+@for_every("name", equal_tuning.names("equal tuning"))
+def test_the_pictures_at_equal_tuning_show_the_files(name: str) -> None:
+    """Their words are compared, since matplotlib's versions differ in everything else."""
+    words = re.compile(r"<text[^>]*>([^<]*)</text>")
+    for file, picture in equal_tuning.pictures(name).items():
+        assert words.findall((DOCS / f"{file}.svg").read_text()) == words.findall(picture), file
+
+
+def test_every_study_has_its_place() -> None:
+    shown = [match[2] for page in PAGES for match in FIGURES.finditer(page.read_text())]
+    assert sorted(shown) == sorted(STUDIES)
+    assert all((DOCS / f"{name}.svg").is_file() for name in shown)
+
+
+@for_every("name", STUDIES)
+def test_a_result_can_be_judged(name: str) -> None:
+    saved = STUDIES[name]
+    assert saved["clean"] is True
+    assert len(saved["commit"]) == 40
+    assert saved["config"]["seeds"] >= 3
+    for each, cell in zip(saved["cells"], cells_of(saved), strict=True):
+        assert len(each["final"]) == saved["config"]["seeds"]
+        assert each["on_edge"] is (cell.on_edge or len(each["tuned"]) == 1)  # a single rate was an edge then
+        best = max(each["tuned"], key=lambda tried: tried["accuracy"])
+        assert best["accuracy"] == pytest.approx(next(t["accuracy"] for t in each["tuned"] if t["lr"] == cell.lr))
+
+
+@for_every("name", STUDIES)
+def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
+    _, _, *arguments = shlex.split(command(STUDIES[name]))
+    params = compare.make_context("compare", arguments).params
+    config = CompareConfig(**{option: params[option] for option in CompareConfig.__dataclass_fields__})
+    saved = STUDIES[name]["config"]
+    assert config.optimizers == saved["optimizers"].replace(", ", ",")
+    sizes = config.batch_sizes or ",".join(map(str, defaults(TASKS[config.task]).batch_sizes))
+    assert sizes == saved["batch_sizes"].replace(", ", ",")
+
+
+def test_the_leads_of_lamb_are_those_of_the_files() -> None:
+    """The study of each states LAMB's lead over AdamW; docs/lamb.md counts the one that is settled."""
+    settled = []
+    for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
+        page = " ".join((DOCS / f"study-{name}.md").read_text().split())
+        for batch in batches:
+            row = {cell.optimizer: cell for cell in cells_of(STUDIES[name]) if cell.batch_size == batch}
+            pairs = zip(row["lamb"].trials, row["adamw"].trials, strict=True)
+            mean, half = interval([100 * (lamb.value - adamw.value) for lamb, adamw in pairs], len(row) - 1)
+            assert re.search(rf"{mean:.1f} \+- {half:.1f}( points)? at {batch:,}", page)
+            settled += [mean] if abs(mean) > half else []
+    lamb = " ".join((DOCS / "lamb.md").read_text().split())
+    assert [f"at 128, by {mean:.1f} points" in lamb for mean in settled] == [True]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/which-optimizer.md", "docs/grow-the-batch.md"])
+def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None:
+    """A tuned Adam matches LAMB at large batches (arXiv:2102.06356), which a page once cited for small ones."""
+    text = (DOCS.parent / page).read_text()
+    assert "lamb.md#claims-and-evidence" in text
+    assert not re.search(r"small batches[^.]*2102\.06356", text)
+
+
+def test_few_steps_need_the_bias_correction_of_came() -> None:
+    """docs/came.md, docs/came-rates.md and docs/which-optimizer.md say so."""
+    losses: dict[bool, list[float]] = {}
+    for corrected in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(16, 16, bias=False)
+        inputs, targets = torch.randn(64, 16), torch.randn(64, 16)
+        optimizer = Came(layer.parameters(), lr=0.1, bias_correction=corrected)
+        losses[corrected] = []
+        for _ in range(6):
+            loss = (layer(inputs) - targets).square().mean()
+            losses[corrected].append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[True] == sorted(losses[True], reverse=True)
+    assert min(losses[False][1:]) > 3 * losses[False][0]

@@ -1,4 +1,4 @@
-# `make train` and `make test` are all the set-up there is: they make .venv, install, and run.
+# `make train` and `make test` are all the set-up there is: they make .venv, install the library and the workbench, and run.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ help:
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make options   write what the C library knows of optimizers' options, csrc/options.h, from their classes"
 	@echo "make docs    build the site in build/site; a warning is an error"
-	@echo "make dist    build sdist and manylinux wheel in dist, and try the wheel in a fresh environment"
+	@echo "make dist    build sdists and wheels of both distributions in dist, and try them in fresh environments"
 	@echo "make cross   compile the C library for Windows, macOS, ARM and musl, and run its steps under qemu and Wine"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
@@ -96,10 +96,12 @@ dist: $(STAMP)
 	mkdir -p build/tree
 	git ls-files -z | xargs -0 cp --parents --target-directory build/tree
 	$(BIN)/python docs/_ext/readme_links.py build/tree/README.md $(REPOSITORY)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python docs/_ext/readme_links.py build/tree/workbench/README.md $(REPOSITORY) workbench
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt $(EDITABLE) --editable '.[release]'
 	$(BIN)/python -m build --outdir build/dist build/tree
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
 	mv build/dist/*.tar.gz dist
+	$(BIN)/python -m build --outdir dist build/tree/workbench
 	$(BIN)/python tests/package/fresh_install.py dist
 
 # The C library of other platforms, by Zig's compiler, a wheel of 100 MB. Its kernels take steps in an emulator, where there is
@@ -125,16 +127,16 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 TORCH ?=
 OLDEST := build/torch-$(OLDEST_TORCH)
 NEWEST := build/torch-$(or $(TORCH),newest)
-build/torch-%/installed: pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+build/torch-%/installed: pyproject.toml workbench/pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[study]' \
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable . $(WORKBENCH) \
 	  '$(if $(filter newest,$*),torch,torch==$*.*)' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
 # Warnings of other versions are no failures.
 WITH_TORCH = $(1)/bin/bighorn doctor --require cpu && \
 	$(1)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
-	  --ignore tests/integrations --ignore tests/gpu --ignore tests/package/test_architecture.py \
+	  --ignore tests/integrations --ignore tests/gpu --ignore workbench/tests/gpu --ignore tests/package/test_architecture.py \
 	  --ignore tests/backends/test_triton_compile.py --ignore tests/backends/test_interpreter.py
 
 oldest-torch: $(OLDEST)/installed
@@ -146,9 +148,9 @@ newest-torch: $(NEWEST)/installed
 # torch_xla needs the torch of its own version. Nothing here uses a GPU, also if that torch is a build for one.
 XLA_VERSION := 2.9
 XLA := build/xla-$(XLA_VERSION)
-$(XLA)/installed: pyproject.toml
+$(XLA)/installed: pyproject.toml workbench/pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable '.[cli]' \
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable . --editable ./workbench \
 	  'torch==$(XLA_VERSION).*' 'torch_xla==$(XLA_VERSION).*' expecttest hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
@@ -189,11 +191,11 @@ WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl 'm
 UPGRADE ?=
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
-		--constraint constraints.txt $(EDITABLE) --editable '.[dev,test-integrations]'
+		--constraint constraints.txt $(EDITABLE) --editable '.[dev,test-integrations]' $(WORKBENCH)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
 		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'
-	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_examples.py workbench/tests/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
+	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_peer_state.py workbench/tests/test_examples.py workbench/tests/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
 	$(BIN)/python -m tests.integrations.page
 
 # A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no
@@ -203,7 +205,7 @@ STEPS ?= smoke cases rest bench tuning
 gpu:
 	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  $(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable . && \
-	  $(PYTHON) benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
+	  PYTHONPATH=workbench/src $(PYTHON) benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	else \
 	  $(MAKE) $(STAMP) && $(BIN)/python benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	fi

@@ -41,7 +41,20 @@ class Step:
 
 def tests(marks: str, *options: str) -> Sequence[str]:
     """Warnings of other versions than the pinned ones are no failures."""
-    return ["-m", "pytest", "tests/gpu", "-m", marks, "-q", "-W", "default", "-p", "no:cacheprovider", *options]
+    return [
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "workbench/tests/gpu",
+        "-m",
+        marks,
+        "-q",
+        "-W",
+        "default",
+        "-p",
+        "no:cacheprovider",
+        *options,
+    ]
 
 
 def bench(precision: str) -> Sequence[str]:

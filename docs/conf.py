@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "src"), str(HERE / "_ext")]
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent / "workbench" / "src"), str(HERE / "_ext")]
 
 import bighorn  # noqa: E402 - the sources beside this file, and not what is installed
 

@@ -88,12 +88,20 @@ def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
     assert all(words for words in re.findall(r"!\[([^]]*)\]", text))
 
 
-def test_the_readme_of_a_package_has_no_relative_links() -> None:
-    repository = re.search(r'^Repository = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("folder", ["", "workbench"])
+def test_the_readme_of_a_package_has_no_relative_links(folder: str) -> None:
+    repository = re.search(r'^Repository = "(.*)"', (ROOT / folder / "pyproject.toml").read_text(), re.MULTILINE)
     assert repository is not None
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / folder / "README.md").read_text()
+    found = readme_links.absolute(text, repository[1], folder)
+    links = re.findall(r"\]\(([^)#]+)", found)
+    assert [link for link in links if not link.startswith("https://")] == []
+    places = [link.removeprefix(f"{repository[1]}/") for link in links]
+    ours = [place.partition("/main/")[2] for place in places if place.startswith(("blob/main/", "raw/main/"))]
+    assert ours
+    assert [place for place in ours if not (ROOT / place).exists()] == []
+    assert all(place.startswith("raw/") for place in places if place.endswith(".svg"))
+
+
+def test_no_page_names_the_owner() -> None:
     assert [page.name for page in PAGES if "OWNER" in page.read_text()] == []
-    found = readme_links.absolute(text, repository[1])
-    assert re.findall(r"\]\((?!https://)", found) == []
-    assert f"]({repository[1]}/raw/main/docs/front-batch.svg)" in found
-    assert f"]({repository[1]}/blob/main/CONTRIBUTING.md)" in found

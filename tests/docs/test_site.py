@@ -61,9 +61,19 @@ def test_every_backend_in_python_carries_tags_of_the_reference(name: str) -> Non
     assert theirs <= known
 
 
-def test_the_citation_has_the_version() -> None:
-    lines = (Path(__file__).parents[2] / "CITATION.cff").read_text().splitlines()
-    assert f"version: {bighorn.__version__}" in lines
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("CITATION.cff", "version: {}"),
+        ("pyproject.toml", 'cli = ["bighorn-workbench=={}"]'),
+        ("pyproject.toml", 'study = ["bighorn-workbench[study]=={}"]'),
+        ("workbench/pyproject.toml", '    "bighorn=={}",'),
+        ("workbench/src/bighorn_workbench/__init__.py", '__version__ = "{}"'),
+    ],
+)
+def test_other_files_have_the_version(file: str, line: str) -> None:
+    """The citation, and the workbench, which goes with the library of its own version alone."""
+    assert line.format(bighorn.__version__) in (Path(__file__).parents[2] / file).read_text().splitlines()
 
 
 @for_every("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SANITIZED = ROOT / "build" / "sanitized"
+SANITIZED, WORKBENCH = ROOT / "build" / "sanitized", ROOT / "workbench" / "src"
 
 
 def environment() -> Mapping[str, str]:
-    """Return the variables for `python -S`, which finds no editable install, so it imports the sanitized package."""
+    """Return the variables for `python -S`, which finds no editable install, so it imports the sanitized library."""
     preloaded = [
         subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so")
@@ -30,7 +30,7 @@ def environment() -> Mapping[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0",  # leaks of Python and torch
         "LD_PRELOAD": " ".join(preloaded),
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": os.pathsep.join([str(SANITIZED), sysconfig.get_path("purelib")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (SANITIZED, WORKBENCH, sysconfig.get_path("purelib")))),
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 

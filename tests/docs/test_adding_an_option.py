@@ -37,6 +37,7 @@ def changes(page: str) -> list[tuple[str, str, str]]:
 
 
 def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "conftest.py", tmp_path)
     for folder in ("src", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -1,6 +1,6 @@
 """``bighorn compare`` and ``bighorn lr-find`` as functions, for notebooks: they return results and print nothing.
 
-They need the extra ``bighorn[study]``.
+They need the extra ``bighorn-workbench[study]``.
 """
 
 import tempfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -327,21 +328,35 @@ def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatc
     class Config:
         architectures = ("Tiny",)
 
-    def from_pretrained(path: str, local_files_only: bool) -> Config:
+    class Tiny(nn.Linear):
+        def __init__(self, config: Any) -> None:
+            assert config._attn_implementation == "eager"  # a kernel that the file names would be fetched
+            super().__init__(40, 10, bias=False)
+
+    def from_pretrained(path: str, local_files_only: bool, trust_remote_code: bool) -> Config:
         assert local_files_only
+        assert not trust_remote_code
         if json.loads(Path(path).read_text()) != {"model_type": "tiny"}:
             raise ValueError("unrecognized model")
         return Config()
 
     package: Any = ModuleType("transformers")
     package.AutoConfig = SimpleNamespace(from_pretrained=from_pretrained)
-    package.Tiny = lambda _: nn.Linear(40, 10, bias=False)
+    package.Tiny = Tiny
+    package.AutoModel = SimpleNamespace(from_config=lambda _, trust_remote_code: nn.Linear(2 - trust_remote_code, 1))
+    package.pipeline = lambda _: Path("was-here").touch()
     Path("config.json").write_text('{"model_type": "tiny"}')
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "needs the package transformers" in invoke("memory", "--hf-config", "config.json", code=1).output
     monkeypatch.setitem(sys.modules, "transformers", package)
     invoke("memory", "--hf-config", "config.json", "--json", "m.json")
     assert json.loads(Path("m.json").read_text())["parameters"] == 400
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    Config.architectures = ("pipeline",)  # a function of the package, and no model
+    invoke("memory", "--hf-config", "config.json", "--json", "m.json")
+    assert json.loads(Path("m.json").read_text())["parameters"] == 3
+    assert not Path("was-here").exists()
     Path("config.json").write_text("{}")
     assert "ValueError: unrecognized model" in invoke("memory", "--hf-config", "config.json", code=1).output
     assert "there is no such file" in invoke("memory", "--hf-config", "absent.json", code=1).output

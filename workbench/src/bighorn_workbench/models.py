@@ -1,5 +1,7 @@
 """The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
+import os
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -39,22 +41,29 @@ def of_code(flag: str, place: str, dtype: torch.dtype) -> Weights:
 
 
 def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
-    """Return the weights of the model that a Hugging Face configuration file describes; nothing is downloaded.
+    """Return the weights of the model that a Hugging Face configuration file describes.
+
+    The file names classes, kernels and weights of a backbone: classes of transformers' own models are made, and no
+    other code is run, nor anything downloaded.
 
     Raises:
         InputError: transformers is not installed, or does not know such a model.
     """
     if not Path(path).is_file():
         raise InputError(f"{flag} {path}: there is no such file. Give the config.json beside a model's weights.")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model asks for its backbone's weights, and for kernels, when it is made
     try:
         transformers = import_module("transformers")
     except ImportError as error:
         raise InputError(f"{flag} {path} needs the package transformers: pip install transformers") from error
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        names = [name for name in config.architectures or () if hasattr(transformers, name)]
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config._attn_implementation = "eager"
+        named = [getattr(transformers, name, None) for name in config.architectures or ()]
+        models = [kind for kind in named if isinstance(kind, type) and issubclass(kind, nn.Module)]
+        make = models[0] if models else partial(transformers.AutoModel.from_config, trust_remote_code=False)
         with torch.device("meta"):
-            made = getattr(transformers, names[0])(config) if names else transformers.AutoModel.from_config(config)
+            made = make(config)
     except Exception as error:  # a configuration may be wrong in any way
         raise InputError(f"{flag} {path}: {type(error).__name__}: {error}") from error
     return _checked(flag, path, made, dtype)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import cases, fake_gpu, selection, triton_interpreter
-from tests.support.cases import Kind
 
 from bighorn import kernels
 from bighorn.kernels.triton.device import interpreted
+from tests.support import cases, fake_gpu, selection, triton_interpreter
+from tests.support.cases import Kind
 
 if interpreted():
     triton_interpreter.mend()

@@ -22,12 +22,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.support import kernel_variants
-from tests.support.kernel_compilation import TARGETS, build
-from tests.support.triton_compat import BINARIES
 
 from bighorn import Came, Lamb
 from bighorn.kernels.triton import came_launches, device, launch_group, tiles
+from tests.support import kernel_variants
+from tests.support.kernel_compilation import TARGETS, build
+from tests.support.triton_compat import BINARIES
 
 KERNELS = ("lamb_moments", "lamb_apply", "came_squares", "came_average", "came_apply")
 THREADS = device.THREADS

@@ -102,9 +102,8 @@ def _steps(
 
 def _offloaded(kind: type[Lamb | Came | Lars], events: Events) -> Generator[Step, None, None]:
     """Yield backward passes with the steps after them."""
-    from tests.support.slow_copies import SlowCopies
-
     from bighorn import offload
+    from tests.support.slow_copies import SlowCopies
 
     class Copies(SlowCopies):
         def to_host(self, pairs: Any) -> Any:

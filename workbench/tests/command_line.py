@@ -3,6 +3,7 @@
 import gzip
 import html.parser
 import re
+import shlex
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,11 @@ from torch import Tensor
 
 Invoke = Callable[..., Result]
 """The fixture `invoke`: it takes words of the command line and `code`, the expected exit code."""
+
+
+def resuming(output: str) -> list[str]:
+    """Return the words after ``bighorn`` of the command that an interrupted run has printed, as a shell has them."""
+    return shlex.split(output.partition("Resume with:\n")[2].partition("\n")[0])[1:]
 
 
 def write_idx(folder: Path) -> Path:
@@ -48,10 +54,12 @@ class Page(html.parser.HTMLParser):
         self.loads: list[str] = []
         self.text = ""
         self.tags: list[str] = []
+        self.attributes: set[str] = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
         self.loads += [value or "" for name, value in attrs if name in {"src", "href", "xlink:href", "srcset", "data"}]
 
     def handle_data(self, data: str) -> None:

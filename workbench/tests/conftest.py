@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from workbench.tests.command_line import Invoke, without_dropout, write_idx, write_text
 
 from bighorn_workbench.commands import bighorn
 from bighorn_workbench.run import Run
+from workbench.tests.command_line import Invoke, without_dropout, write_idx, write_text
 
 
 @pytest.fixture

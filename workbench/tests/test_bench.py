@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from workbench.tests.command_line import Invoke, assert_self_contained
 
 import bighorn
 from bighorn import Lamb, kernels
@@ -19,6 +18,7 @@ from bighorn_workbench import bench, environment, measure, peers
 from bighorn_workbench.bench_table import COLUMNS, answers, settle
 from bighorn_workbench.shapes import SHAPES
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch._dynamo  # optimizers import it: its annotations are unions with `torch.device`, which a fixture replaces
 from torch import Tensor
-from workbench.tests.command_line import Invoke, assert_self_contained
 
 import bench_tables
 import traffic
 from bighorn import Came, Lamb
 from bighorn_workbench import bench, cuda, measure, peers
 from bighorn_workbench.measure import Change
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 CPU = torch.device("cpu")
 CYCLES_PER_SECOND = 1e9

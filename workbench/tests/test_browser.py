@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
-from workbench.tests.command_line import Invoke
 
 from tests.support.browser import BROWSER, SCHEMES, WIDTHS, faults, screenshot
+from workbench.tests.command_line import Invoke
 
 pytestmark = [
     pytest.mark.long,

@@ -11,12 +11,12 @@ from pathlib import Path
 import click
 import pytest
 from click.shell_completion import BashComplete
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import doctor
 from bighorn_workbench.commands import COMMANDS
 from bighorn_workbench.commands import bighorn as group
 from bighorn_workbench.options import SECTIONS
+from workbench.tests.command_line import Invoke
 
 QUICK = {
     "train": ["--steps", "1"],

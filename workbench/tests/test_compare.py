@@ -19,7 +19,6 @@ import torch
 from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
-from workbench.tests.command_line import Invoke, assert_self_contained
 
 from bighorn_workbench import commands, run_queue, search, workers
 from bighorn_workbench.builtin_tasks.digits import Digits
@@ -35,6 +34,7 @@ from bighorn_workbench.verdict import columns, interval, row, step_seconds, unfi
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 
 def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> Trial:

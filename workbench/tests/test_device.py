@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import config, environment, run, train
 from bighorn_workbench.builtin_tasks import TASKS
@@ -19,6 +18,7 @@ from bighorn_workbench.errors import InputError
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run
 from bighorn_workbench.values import device_of
+from workbench.tests.command_line import Invoke
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from workbench.tests.command_line import Invoke
 
 from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, backend_status, kernels
 from bighorn.kernels import Status
 from bighorn.kernels.cpu import library
+from workbench.tests.command_line import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
 

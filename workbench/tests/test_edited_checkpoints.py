@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench.checkpoint import digest
 from bighorn_workbench.commands import bighorn
+from workbench.tests.command_line import Invoke
 
 Keys = tuple[Any, ...]
 MISSING = object()
+NAMES = ["fifo", "os:abort", "trap.py:Task", "trap:0", "\x1b[2J\udc80"]
 WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2), 10**400]
 
 
@@ -77,3 +80,29 @@ def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke:
     torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
     output = invoke("train", "--resume", "run.pt", code=1).output
     assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output
+
+
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_edit_that_is_signed_resumes_or_ends_in_one_message(every: int, invoke: Invoke) -> None:
+    """The digest has no key: each value takes each 16th of the wrong ones, or all, and a text also each name."""
+    invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")
+    whole = torch.load("run.pt", weights_only=True)
+    os.mkfifo("fifo")
+    Path("trap.py").write_text("open('was-here', 'w')")
+    wrong, tried = {}, 0
+    for turn, keys in enumerate(places(whole)):
+        names = NAMES if isinstance(functools.reduce(_item, keys, whole), str) else []
+        for name, checkpoint in edited(whole, keys, [*WRONG[turn % every :: every], *names]):
+            torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
+            code, output = resume()
+            tried += 1
+            one_message = output.startswith("Error: ") and output.count("\n") == 1
+            if code not in {0, 1} or (code == 1 and not one_message) or "\x1b" in output:
+                wrong[name] = output
+    assert wrong == {}
+    assert tried > 900 / every
+    assert not Path("was-here").exists()
+
+
+def _item(value: Any, key: Any) -> Any:
+    return MISSING if key == "newer" else value[key]

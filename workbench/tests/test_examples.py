@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from workbench.tests.command_line import Invoke, write_text
-from workbench.tests.test_own_tasks import CODE
 
 from bighorn_workbench.study import compare, lr_find
+from workbench.tests.command_line import Invoke, write_text
+from workbench.tests.test_own_tasks import CODE
 
 DOCS = Path(__file__).parents[2] / "docs"
 QUICK = {

@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import files
 from bighorn_workbench.errors import InputError
 from tests.support.processes import LIMIT, outcomes
+from workbench.tests.command_line import Invoke
 
 
 def mode(path: Path) -> int:

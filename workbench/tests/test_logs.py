@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench import logs
+from workbench.tests.command_line import Invoke
 
 TRAIN = ["train", "--epochs", 1, "--batch-size", 256, "--json", "run.json"]
 COMPARE = [
@@ -65,6 +65,31 @@ def test_each_run_of_a_comparison_is_logged(invoke: Invoke, runs: list[SimpleNam
     assert [run.summary["accuracy"] for run in runs] == [cell[kind][0]["accuracy"] for kind in ("tuning", "final")]
     assert [run.config["seed"] for run in runs] == [0, 1]
     assert [set(run.values[-1][1]) for run in runs] == [{"trial/accuracy"}, {"seed/accuracy"}]
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("command", [TRAIN, COMPARE], ids=["train", "compare"])
+def test_a_log_that_fails_is_not_worth_the_run(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: list[Any]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space")
+
+    init = sys.modules["wandb"].init
+
+    @contextmanager
+    def init_full(**about: Any) -> Iterator[SimpleNamespace]:
+        with init(**about) as run:
+            run.log = full
+            yield run
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init_full)
+    output = invoke(*command, "--log", "wandb").output
+    assert output.count("Warning: --log wandb has failed, and gets nothing more (OSError: no space).") == 1
+    assert Path("run.json").exists()
+    monkeypatch.setattr(sys.modules["wandb"], "init", full)
+    if command is TRAIN:
+        assert "--log wandb cannot be opened (OSError: no space)" in invoke(*command, "--log", "wandb", code=1).output
 
 
 def test_tensorboard_reads_what_is_logged(invoke: Invoke) -> None:

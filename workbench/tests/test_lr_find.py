@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workbench.tests.command_line import Invoke, assert_self_contained
 
 from bighorn_workbench.lr_find import Curve
 from bighorn_workbench.run import DivergedError, Run
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 
 def test_a_search_ends_at_four_times_the_best_and_marks_its_suggestion(invoke: Invoke) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from workbench.tests.command_line import Invoke, assert_self_contained
 
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels.rounding import LOW, ROUNDING_MODES
@@ -27,6 +26,7 @@ from bighorn_workbench.peer_state import OF_OTHERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.shapes import SHAPES, llama
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, assert_self_contained
 
 ODD = [(), (1,), (7,), (0,), (1, 1), (1, 300), (300, 1), (3, 0), (2, 3, 4), (64, 65), (65, 64), (20, 300), (8, 1, 3, 3),
        (70, 64, 1, 1), (2, 3, 4, 5, 6), (5000,)]  # fmt: skip

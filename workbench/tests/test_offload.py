@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from workbench.tests.command_line import Invoke
 
 from bighorn import Lamb, offload
 from bighorn.offloading import OffloadedOptimizer
@@ -19,6 +18,7 @@ from bighorn_workbench.config import ParallelConfig
 from bighorn_workbench.footprint import Weights, offload_bytes
 from tests.support.cases import needs_grad_dtype
 from tests.support.slow_copies import SlowCopies
+from workbench.tests.command_line import Invoke
 
 KEPT = ("loss", "batch_metrics", "lr", "metrics", "scale", "skipped")
 

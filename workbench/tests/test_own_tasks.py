@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from workbench.tests.command_line import Invoke, assert_self_contained
-from workbench.tests.test_resume import assert_same, content
 
 from bighorn_workbench.builtin_tasks import trial
+from bighorn_workbench.builtin_tasks.user import user_call
 from bighorn_workbench.config import RunConfig
+from bighorn_workbench.ranks import Aborted, Interrupt
 from bighorn_workbench.run import Batches, Run
 from bighorn_workbench.tasks import Classification, Task, defaults
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, assert_self_contained, resuming
+from workbench.tests.test_resume import assert_same, content
 
 CODE = '''
 import torch
@@ -170,9 +173,9 @@ def test_a_task_resumes_bitwise(
     options = ["--task", f"{mine}.py:{name}", "--seed", 3]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(step)
-    invoke("train", *options, "--save", "parts.pt", code=130)
+    output = invoke("train", *options, "--save", "parts.pt", code=130).output
     interrupt_after(0)
-    invoke("train", "--resume", "parts.pt")
+    invoke(*resuming(output))
     assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
 
 
@@ -259,6 +262,69 @@ WRONG = {
         "def batches(self, split, batch_size, generator): return [torch.ones(2, device='meta')]",
         ("a tensor on meta", "--device is cpu"),
     ),
+    "complex": (
+        "def model(self): return nn.Linear(2, 2, dtype=torch.complex64)",
+        ("model() has the complex parameter weight", "torch.view_as_real()"),
+    ),
+    "lazy": ("def model(self): return nn.LazyLinear(2)", ("model() has weight without a shape", "Give it its sizes")),
+    "other parameters": (
+        """def model(self):
+        self.calls = getattr(self, "calls", 0) + 1
+        return nn.ModuleDict({f"layer{self.calls}": nn.Linear(2, 2)})""",
+        ("model() gives other parameters at each call",),
+    ),
+    "length below zero": (
+        """def batches(self, split, batch_size, generator):
+        class Negative(list):
+            def __len__(self): return -5
+        return Negative([[torch.ones(4, 2), torch.ones(4).long()]])""",
+        ("batches('train', 16, generator): len() failed", "should return >= 0"),
+    ),
+    "length zero": (
+        """def batches(self, split, batch_size, generator):
+        class Zero(list):
+            def __len__(self): return 0
+        return Zero([[torch.ones(4, 2), torch.ones(4).long()]])""",
+        ("batches('train', 16, generator) gives batches, but its len() is 0",),
+    ),
+    "property": (
+        "@property\n    def batch_size(self): return self.none",
+        (": batch_size failed", "object has no attribute 'none'"),
+    ),
+    "method is a property": ("@property\n    def loss(self): return 1 / 0", (": loss failed", "ZeroDivisionError")),
+    "no gradients after an evaluation": (
+        """def evaluate(self, model, split):
+        model.requires_grad_(False)
+        return {'error': 0.5}""",
+        ("evaluate(model, 'test') changes requires_grad of 0.weight",),
+    ),
+    "gradients switched off": (
+        """def loss(self, model, batch):
+        found = super().loss(model, batch)
+        torch.set_grad_enabled(False)
+        return found""",
+        ("loss(model, batch) leaves gradients switched off", "with torch.no_grad()"),
+    ),
+    "default device": (
+        """def batches(self, split, batch_size, generator):
+        torch.set_default_device('meta')
+        return [[torch.ones(4, 2, device='cpu'), torch.ones(4, device='cpu').long()]]""",
+        ("batches('train', 16, generator) leaves torch's default device at meta", "--device is cpu"),
+    ),
+    "names of metrics": (
+        "def loss(self, model, batch): return super().loss(model, batch), {1: 0.5}",
+        ("loss(model, batch) returned {1: 0.5} beside the loss", "metrics by name"),
+    ),
+    "a number beyond floats": (
+        "def evaluate(self, model, split): return {'error': 10**400}",
+        ("evaluate(model, 'test') returned {'error': 1000", "every value must be one number"),
+    ),
+    "a metric of a batch beyond floats": (
+        "def loss(self, model, batch): return super().loss(model, batch), {'big': 10**5000}",
+        ("loss(model, batch) returned the metric 'big' = int", "must be a number"),
+    ),
+    "exit": ("def model(self): raise SystemExit(0)", ("model failed", "SystemExit: 0")),
+    "exit while a property is read": ("@property\n    def metric(self): raise SystemExit", (": metric failed",)),
     "no metric": ("def evaluate(self, model, split): return {'accuracy': 1.0}", ("{'error': ...}",)),
     "no dict": ("def evaluate(self, model, split): return 0.5", ("returned 0.5",)),
     "no number": ("def evaluate(self, model, split): return {'error': torch.ones(2)}", ("must be one number",)),
@@ -278,6 +344,8 @@ def test_wrong_tasks_are_found_before_they_train(invoke: Invoke, mine: str, case
     path = Path(f"{mine}.py")
     path.write_text(f"{CODE}\nclass Wrong(Circles):\n    {member}\n")
     output = invoke("train", "--task", f"{mine}.py:Wrong", code=1).output
+    torch.set_default_device(None)  # torch's own switches, which some of the tasks leave in another place
+    torch.set_grad_enabled(True)
     for message in messages:
         assert message in output
     assert f"{mine}.py:Wrong" in output
@@ -300,6 +368,98 @@ def test_places_without_a_task(invoke: Invoke, mine: str, place: str, message: s
     Path("broken.py").write_text("class Circles\n")
     assert message in invoke("train", "--task", place.format(mine), code=1).output
     assert f"name the task in it, as {mine}.py:NAME" in invoke("train", "--task", f"{mine}.py", code=2).output
+
+
+ENDING = """
+import sys
+class Ending(Circles):
+    calls = 0
+    def count(self):
+        Ending.calls += 1
+        return Ending.calls
+"""
+WAYS_OUT = {
+    "a loss exits": """
+    def loss(self, model, batch):
+        return sys.exit(0) if self.count() == 12 else super().loss(model, batch)
+""",
+    "a hook exits": """
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        if self.count() == 12:
+            found.register_hook(lambda gradient: sys.exit(0))
+        return found
+""",
+    "a loss raises Python's word for Ctrl-C": """
+    def loss(self, model, batch):
+        if self.count() == 12:
+            raise KeyboardInterrupt
+        return super().loss(model, batch)
+""",
+    "an evaluation exits": """
+    def evaluate(self, model, split):
+        return sys.exit() if self.count() == 5 else super().evaluate(model, split)
+""",
+    "an evaluation exits that is the last": """
+    def evaluate(self, model, split):
+        return sys.exit() if self.count() == 11 else super().evaluate(model, split)
+""",
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_a_way_out_of_a_task_is_named_and_what_was_done_is_kept(invoke: Invoke, mine: str, way: str) -> None:
+    """Once the code is mended, the run goes on by the line that was printed; an evaluation that failed is made then."""
+    path = Path(f"{mine}.py")
+    path.write_text(CODE + ENDING + WAYS_OUT[way])
+    options = ["--task", f"{mine}.py:Ending", "--report", "run.html", "--json", "run.json"]
+    output = invoke("train", *options, code=1).output
+    steps = len(json.loads(Path("run.json").read_text())["history"]["loss"])
+    assert steps == (26 if "last" in way else 11 if "evaluation" in way else 10)
+    assert f"Stopped after step {steps} of 26 and saved. Resume with:\n  bighorn train --resume bighorn-" in output
+    assert re.search(r"(SystemExit|KeyboardInterrupt)", output.partition("Error: ")[2])
+    assert_self_contained(Path("run.html"))
+    path.write_text(CODE + ENDING + WAYS_OUT[way].replace(" == ", " < 0 == "))
+    invoke(*resuming(output))
+    assert [step for step, _ in json.loads(Path("run.json").read_text())["history"]["tests"]][-1] == 26
+
+
+def test_a_ctrl_c_stays_one() -> None:
+    def abort() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with Interrupt(), pytest.raises(Aborted):
+        user_call("loss", abort)
+    with pytest.raises(KeyboardInterrupt):
+        user_call("loss", lambda: signal.raise_signal(signal.SIGINT))
+
+
+def test_names_of_users_are_text_wherever_they_are_written(invoke: Invoke, mine: str) -> None:
+    """In a page, a figure, a table and on the terminal: an attribute, a template of `re`, a formula, no text at all."""
+    for name in ('a" onload="alert(1)', "\\1 \\ell $\\frac{1 <b>&", "\x1b[2J\udc80\u202e"):
+        Path(f"{mine}.py").write_text(f"""{CODE}
+class Named(Circles):
+    metric = {name!r}
+    description = "of " + metric
+    def model(self): return nn.ModuleDict({{"layer " + self.metric.replace(chr(0xDC80), ''): super().model()}})
+    def loss(self, model, batch):
+        (inner,) = model.values()
+        return super().loss(inner, batch), {{"batch's " + self.metric: 0.5}}
+    def evaluate(self, model, split):
+        (inner,) = model.values()
+        return {{self.metric: super().evaluate(inner, split)["error"]}}
+""")
+        output = invoke("train", "--task", f"{mine}.py:Named", "--report", "r.html", "--json", "r.json").output
+        options = ["--optimizers", "sgd,lamb", "--batch-sizes", "16,32", "--trials", 1, "--seeds", 2, "--epochs", 1]
+        output += invoke(
+            "compare", "--task", f"{mine}.py:Named", *options, "--processes", 1, "--report", "c.html"
+        ).output
+        assert not {"\x1b", "\udc80", "\u202e"} & set(output)
+        for report in ("r.html", "c.html"):
+            page = assert_self_contained(Path(report))
+            assert not [name for name in page.attributes if name.startswith("on")]
+        assert json.loads(Path("r.json").read_text())["history"]["tests"][0][1].keys() == {name}
 
 
 def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:

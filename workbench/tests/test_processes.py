@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support.processes import LIMIT, TORCHRUN, VARIABLES
 from workbench.tests.command_line import Invoke, write_idx, write_text
 from workbench.tests.torchrun import (
     TWO,
@@ -23,8 +25,6 @@ from workbench.tests.torchrun import (
     job,
     under_torchrun,
 )
-
-from tests.support.processes import LIMIT, TORCHRUN, VARIABLES
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workbench.tests.command_line import Invoke, Page, assert_self_contained
 
 from bighorn_workbench.reports import plots, style
 from bighorn_workbench.smoothing import smoothed
+from workbench.tests.command_line import Invoke, Page, assert_self_contained
 
 
 def test_report_of_a_run(invoke: Invoke) -> None:
@@ -77,6 +77,21 @@ def test_what_users_name_is_escaped(invoke: Invoke, text_file: Path) -> None:
     invoke("train", "--task", "text", "--data", strange.name, "--steps", 1, "--report", "run.html")
     assert "<b>&.txt" in Page(Path("run.html")).text
     assert "<b>&" not in Path("run.html").read_text()
+
+
+def test_a_report_that_fails_loses_nothing(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise ZeroDivisionError("no figure")
+
+    words = ["--steps", 2, "--report", "run.html", "--json", "run.json", "--save", "run.pt"]
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "curves", fail)
+        output = invoke("train", *words, code=1).output
+    assert "Test accuracy" in output
+    assert "Checkpoint: run.pt" in output
+    assert "Error: --report run.html cannot be drawn (ZeroDivisionError: no figure)." in output
+    assert len(json.loads(Path("run.json").read_text())["history"]["loss"]) == 2
+    invoke("train", "--resume", "run.pt", "--report", "run.html")
 
 
 def test_a_diverged_run_still_leaves_its_report(invoke: Invoke) -> None:

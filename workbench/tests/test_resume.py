@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from workbench.tests.command_line import Invoke
 
 from bighorn_workbench.checkpoint import digest
 from bighorn_workbench.ranks import Interrupt
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, resuming, write_idx
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -88,8 +88,7 @@ def test_other_tasks_resume_bitwise(
     options = ["--task", task, "--data", data, "--steps", 6, "--batch-size", 24]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(4)
-    invoke("train", *options, "--save", "parts.pt", code=130)
-    invoke("train", "--resume", "parts.pt")
+    invoke(*resuming(invoke("train", *options, "--save", "parts.pt", code=130).output))
     assert_same(content(Path("parts.pt")), content(Path("whole.pt")))
 
 
@@ -134,7 +133,7 @@ def test_a_finished_run_resumes_to_its_report(invoke: Invoke) -> None:
 def test_moved_data_may_be_named_again(invoke: Invoke, text_file: Path) -> None:
     invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
     text_file.rename("elsewhere.txt")
-    assert "cannot be read" in invoke("train", "--resume", "run.pt", code=1).output
+    assert "give --data beside --resume" in invoke("train", "--resume", "run.pt", code=1).output
     invoke("train", "--resume", "run.pt", "--data", "elsewhere.txt")
 
 
@@ -184,7 +183,8 @@ def test_a_checkpoint_from_before_an_option_has_its_default(invoke: Invoke) -> N
 def test_other_data_are_refused(invoke: Invoke, text_file: Path) -> None:
     invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
     text_file.write_text(text_file.read_text().replace("times", "TIMES"))
-    assert "are not those of the checkpoint" in invoke("train", "--resume", "run.pt", code=1).output
+    output = invoke("train", "--resume", "run.pt", "--data", text_file, code=1).output
+    assert "are not those of the checkpoint" in output
 
 
 def test_damaged_and_foreign_checkpoints(invoke: Invoke) -> None:
@@ -222,6 +222,52 @@ def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:
     torch.save({"format": "bighorn checkpoint 4", "config": Malicious()}, "evil.pt")
     assert "damaged or not a checkpoint" in invoke("train", "--resume", "evil.pt", code=1).output
     assert not (tmp_path / "was-here").exists()
+
+
+@for_every(
+    ("named", "flags"),
+    [
+        ({"task": "os:mkdir", "data": "was-here"}, "--task and --data"),
+        ({"task": "trap.py:Task"}, "--task"),
+        ({"task": "trap:Task"}, "--task"),
+        ({"task": "text", "data": "fifo"}, "--data"),
+        ({"device": "trap:0"}, "--device"),
+    ],
+)
+def test_what_a_checkpoint_names_is_neither_imported_nor_opened(
+    invoke: Invoke, named: dict[str, str], flags: str, trap: Path
+) -> None:
+    invoke("train", "--steps", 1, "--save", "run.pt")
+    checkpoint = torch.load("run.pt", weights_only=True)
+    checkpoint["config"] |= named
+    rewrite(checkpoint)
+    output = invoke("train", "--resume", "run.pt", code=1).output
+    assert output.startswith(f"Error: give {flags} beside --resume. The checkpoint's run had {flags.split()[0]} '")
+    assert not trap.exists()
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of what a module makes that is to be imported by no name; a FIFO, which no one writes to."""
+    for name in ("trap.py", "torch_trap.py"):
+        (tmp_path / name).write_text("from pathlib import Path\nPath(__file__).with_name('was-here').mkdir()\n")
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "was-here"
+
+
+def test_a_task_of_the_user_may_have_moved(invoke: Invoke, tmp_path: Path) -> None:
+    source = BENCHMARKS / "mnist_rows.py"
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.py").write_text(source.read_text())
+    data = write_idx(tmp_path / "idx_of_rows")
+    options = ["--task", "before/rows.py:MnistRows", "--data", data]
+    invoke("train", *options, "--steps", 1, "--batch-size", 24, "--save", "run.pt")
+    output = invoke("train", "--resume", "run.pt", "--task", "after/rows.py:MnistRows", "--data", data).output
+    assert "after/rows.py:MnistRows: " in output
+    output = invoke("train", "--resume", "run.pt", "--task", "mnist", "--data", data, code=1).output
+    assert "--task mnist contradicts the checkpoint" in output
 
 
 def test_an_interrupted_run_without_a_name_overwrites_no_other(

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import image
-from workbench.tests.command_line import Invoke, without_dropout
 
 from bighorn import WindowScale, kernels
 from bighorn_workbench import display, launch
@@ -28,6 +27,7 @@ from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import Classification, defaults
 from tests.support.tables import for_every
+from workbench.tests.command_line import Invoke, without_dropout
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from workbench.tests.command_line import Invoke
 
 

@@ -18,12 +18,12 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from workbench.tests.command_line import without_dropout
 
 from bighorn_workbench.commands import bighorn
 from bighorn_workbench.ranks import Interrupt
 from bighorn_workbench.run import Run
 from bighorn_workbench.train_step import TrainStep
+from workbench.tests.command_line import without_dropout
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))

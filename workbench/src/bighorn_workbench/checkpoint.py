@@ -2,6 +2,7 @@
 
 import hashlib
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 import torch
 
 from bighorn_workbench import files
+from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import environment
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.options import flag_of
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults, map_tensors
+from bighorn_workbench.values import device_package
 
 FORMAT = "bighorn checkpoint 4"
+PARTS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
+"""What a checkpoint has beside its format and its digest."""
 ELSEWHERE = ("data", "device", "threads")
 """Options that may differ when a run is resumed, for example on another machine."""
 REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."
@@ -32,15 +37,8 @@ def save(run: Run, path: Path) -> None:
         "processes": run.ranks.size,
     }
     checkpoint = {**about, "run": run.state_dict()}
-    run.ranks.from_first(lambda: _write({**checkpoint, "digest": digest(checkpoint)}, path))
-
-
-def _write(checkpoint: dict[str, Any], path: Path) -> None:
-    try:
-        files.write(path, lambda file: torch.save(checkpoint, file))
-    except files.WriteError as error:
-        remedy = f" Then continue with: bighorn train --resume {path}" if path.exists() else ""
-        raise InputError(f"{error}{remedy}") from error
+    checkpoint["digest"] = digest(checkpoint)
+    run.ranks.from_first(lambda: files.write(path, lambda file: torch.save(checkpoint, file)))
 
 
 def digest(checkpoint: dict[str, Any]) -> str:
@@ -50,7 +48,7 @@ def digest(checkpoint: dict[str, Any]) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint without running code from the file.
+    """Read a checkpoint without running code from the file, or code that it names.
 
     Raises:
         InputError: The file is missing, damaged or of another kind.
@@ -64,11 +62,13 @@ def load(path: Path) -> dict[str, Any]:
         if broken is not None:
             raise zipfile.BadZipFile(broken)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = digest(checkpoint) if isinstance(checkpoint, dict) else ""
     except Exception as error:  # torch.load can raise any error of its zip, pickle and storage readers
         raise InputError(f"--resume {path} is damaged or not a checkpoint of bighorn train. {REMEDY}") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise InputError(f"--resume {path} was not written by this version of `bighorn train --save`. {REMEDY}")
-    if checkpoint.get("digest") != digest(checkpoint):
+    wrong = [name for name, kind in PARTS.items() if not isinstance(checkpoint.get(name), kind)]
+    if wrong or checkpoint.get("digest") != found:
         raise InputError(f"--resume {path} is damaged: it was changed after it was written. {REMEDY}")
     return checkpoint
 
@@ -97,21 +97,47 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a checkpoint; ``given`` are the options on the command line other than ``--resume``.
 
     Raises:
-        InputError: An option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ.
+        InputError: An option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ. Or an option is
+            missing that no file decides.
     """
     unknown = checkpoint["config"].keys() - {field.name for field in fields(RunConfig)}
     if unknown:
         raise InputError(
-            f"the checkpoint has the option {min(unknown)!r}, which this version of bighorn does not know. Resume it "
-            "with the version that has written it, or a later one."
+            f"the checkpoint has the option {min(map(str, unknown))!r}, which this version of bighorn does not know. "
+            "Resume it with the version that has written it, or a later one."
         )
     saved = asdict(RunConfig(**checkpoint["config"]))  # with the defaults of options that were added later
+    missing = {name: value for name, value in outside(saved).items() if name not in given}
+    if missing:
+        flags = " and ".join(map(flag_of, missing))
+        has = ", ".join(f"{flag_of(name)} {value!r:.200}" for name, value in missing.items())
+        raise InputError(
+            f"give {flags} beside --resume. The checkpoint's run had {has}, but what a file names is neither imported "
+            "nor opened: it may come from a stranger."
+        )
     for name, value in given.items():
-        if name not in ELSEWHERE and saved[name] != value:
+        moved = name in ELSEWHERE or (name == "task" and not {saved[name], value} & TASKS.keys())
+        if not moved and saved[name] != value:
             flag = flag_of(name)
             has = f"no {flag}" if saved[name] is None else f"{flag} {saved[name]}"
             raise InputError(
                 f"{flag} {value} contradicts the checkpoint, whose run has {has}. "
                 f"Leave {flag} out to resume, or leave --resume out to start anew."
             )
-    return RunConfig(**(saved | {name: given[name] for name in ELSEWHERE if name in given}))
+    return RunConfig(**(saved | given))
+
+
+def outside(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options by which a run imports code or opens files, which a command line alone decides."""
+    is_outside = {
+        "task": config["task"] not in TASKS,
+        "data": config["data"] is not None,
+        "device": device_package(config["device"]) is not None,
+    }
+    return {name: config[name] for name, it_is in is_outside.items() if it_is}
+
+
+def resuming(config: RunConfig, path: Path) -> list[str]:
+    """Return the options of a command line that resumes a run from ``path``."""
+    named = outside(asdict(config)).items()
+    return ["--resume", str(path), *(word for name, value in named for word in (flag_of(name), value))]

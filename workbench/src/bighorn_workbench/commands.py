@@ -68,9 +68,13 @@ class LazyGroup(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a Ctrl-C ends in one word, without a traceback."""
+        """Run the command; a Ctrl-C ends in one word, without a traceback, and no code of a user ends it as if done."""
         try:
             return super().invoke(ctx)
+        except SystemExit as error:
+            if error.code:
+                raise
+            raise click.ClickException("code of the task or the model has called sys.exit().") from None
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(128 + signal.SIGINT) from None

@@ -1,9 +1,9 @@
 """``bighorn compare``: optimizers at several batch sizes, each tuned with the same number of trials."""
 
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.logs import log_option, opened
+from bighorn_workbench.logs import failed, log_option, opened
 from bighorn_workbench.metrics import metric_text
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
@@ -159,22 +159,31 @@ def compare(
         place = study or Path(folder) / "study"
         processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes)
+        failure: BaseException | None = None
         try:
             _run(search, config, processes, console, log)
-            stopped = False
-        except KeyboardInterrupt:
-            stopped = True
-            search.release()
+        except BaseException as error:  # also Ctrl-C: what was done is reported and kept
+            failure = error
+        done = len(search.finished())
+        if failure is not None and (done or isinstance(failure, KeyboardInterrupt)):
+            with suppress(InputError):  # of a full disk, which is the failure then
+                search.release()
             if study is None:
                 study = files.unused(Path("bighorn-compare.study"))
-                shutil.copyfile(place, study)
-        _finish(search, config, about, report, json_file, console)
-        done = len(search.finished())
-    if stopped:
-        console.print(
-            f"Interrupted after {done} of {search.total} runs. Repeat the command with --study {study} to go on."
-        )
+                files.write(study, lambda file: file.write(place.read_bytes()))
+        try:
+            if failure is None or study is not None:
+                _finish(search, config, about, report, json_file, console)
+        finally:
+            if failure is not None and study is not None:
+                ended = "Interrupted" if isinstance(failure, KeyboardInterrupt) else "Stopped"
+                console.print(
+                    f"{ended} after {done} of {search.total} runs. Repeat the command with --study {study} to go on."
+                )
+    if isinstance(failure, KeyboardInterrupt):
         ctx.exit(130)
+    if failure is not None:
+        raise failure
 
 
 def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -> Search:
@@ -224,6 +233,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         started = time.monotonic()
 
         def look() -> None:
+            nonlocal log
             for name, trial in search.finished():
                 if (name, trial.config) in shown:
                     continue
@@ -231,9 +241,13 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                 kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
                 if log is not None:
                     title = f"{name}, batch {trial.config.batch_size}, {kind}, run {len(shown)}"
-                    with opened(log, title, trial.config, {metric: trial.value}) as write:
-                        for step, value in trial.curve:
-                            write({f"{kind.split()[0]}/{metric}": value}, step)
+                    try:
+                        with opened(log, title, trial.config, {metric: trial.value}) as write:
+                            for step, value in trial.curve:
+                                write({f"{kind.split()[0]}/{metric}": value}, step)
+                    except Exception as error:  # the packages may raise any
+                        console.print(failed(log, error), style="yellow")
+                        log = None
                 total, spent = search.total, time.monotonic() - started
                 bar.update(task_id, completed=len(shown), total=total)
                 if not console.is_terminal:

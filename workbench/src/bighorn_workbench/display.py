@@ -15,6 +15,7 @@ from rich.text import Text
 
 import bighorn
 from bighorn_workbench.environment import cores, device_name
+from bighorn_workbench.errors import visible
 from bighorn_workbench.metrics import SHORT, metric_text
 from bighorn_workbench.optimizers import OWN
 from bighorn_workbench.run import Run
@@ -27,9 +28,16 @@ LONG = 20
 """Seconds of a run above which it begins with an estimate."""
 
 
+class _Terminal(Console):
+    """A console whose words give no orders to the terminal, unlike the console's own colours and moves."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+
 def terminal(**options: Any) -> Console:
     """Return a console that prints words as they are, without markup, emoji or colours of its own."""
-    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
+    return _Terminal(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
 
 
 class Display:
@@ -81,6 +89,10 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
+    def warn(self, warning: str) -> None:
+        """Print a warning."""
+        self.console.print(warning, style="yellow")
+
     def stepped(self) -> None:
         """Show the last step."""
         if len(self._first) < TIMED:
@@ -97,7 +109,7 @@ class Display:
         if self.run.metric is not None:
             text += f"   {self.run.metrics[0].label} {self._metric()}"
         self._bar.update(self._task, completed=self.run.step)
-        self._live.update(Group(self._bar, Text(text, style="cyan", no_wrap=True)))
+        self._live.update(Group(self._bar, Text(visible(text), style="cyan", no_wrap=True)))
 
     def _time(self) -> None:
         """Time the first steps, and after the last of them print how long the run will take if that is long."""
@@ -109,7 +121,7 @@ class Display:
     def evaluated(self) -> None:
         """Print the line of the last evaluation; training loss and metric are means since the previous line."""
         run, history, metric = self.run, self.run.history, self.run.task.metric
-        count = run.step - self._line[0]
+        count = max(1, run.step - self._line[0])  # none since a run was resumed whose evaluation had failed
         _, found = history.tests[-1]
         of_batches = history.batch_metrics.get(metric)
         mean = None if of_batches is None else sum(of_batches[-count:]) / count

@@ -1,7 +1,31 @@
 """The error that the command line prints as a message."""
 
+import unicodedata
+
 import click
 
 
 class InputError(click.ClickException, ValueError):
     """Wrong input. The message names the option or file, what is wrong with it and the remedy."""
+
+    def format_message(self) -> str:
+        """Return the message as a terminal may have it."""
+        return visible(self.message)
+
+
+def visible(text: str) -> str:
+    r"""Return a text with control characters as escapes: names of files and users' code may hold orders to a terminal.
+
+    Surrogates are escaped too, since no encoding has them. Line breaks and tabs are kept.
+
+    Example:
+        >>> visible("loss\x1b[2J")
+        'loss\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(each.encode("unicode_escape").decode() if _is_order(each) else each for each in text)
+
+
+def _is_order(character: str) -> bool:
+    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs")

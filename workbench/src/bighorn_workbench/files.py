@@ -153,12 +153,23 @@ def finish(
     json_file: Path | None,
     content: Callable[[], Any],
 ) -> None:
-    """Write the JSON and the report of a command, each if it was asked for, and say where they are."""
+    """Write the JSON and the report of a command, each if it was asked for, and say where they are.
+
+    Raises:
+        InputError: A file cannot be written, or the report not be drawn, which comes last for that.
+    """
     if json_file is not None:
         write_json(json_file, content())
         say(f"JSON: {json_file}")
     if report is not None:
-        write_text(report, page())
+        try:
+            text = page()
+        except Exception as error:  # its figures are another package's, and hold what users name
+            raise InputError(
+                f"--report {report} cannot be drawn ({type(error).__name__}: {error}). All other results are kept; "
+                "--json FILE holds the figures."
+            ) from error
+        write_text(report, text)
         say(f"Report: {report}")
 
 

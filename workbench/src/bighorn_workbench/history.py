@@ -1,6 +1,9 @@
 """The record of a run, step by step."""
 
+import typing
 from dataclasses import dataclass, field
+
+from bighorn_workbench.records import fits
 
 
 @dataclass
@@ -32,6 +35,24 @@ class History:
     metrics: dict[str, list[list[float]]] = field(default_factory=dict)
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
+
+    def check(self, steps: int, metric: str) -> None:
+        """Raise an error for a record that is not of a run of so many steps, since a file may hold anything."""
+        hints = typing.get_type_hints(History)
+        wrong = [name for name, hint in hints.items() if not fits(getattr(self, name), hint)]
+        if wrong:
+            raise TypeError(f"the history's {wrong[0]} must be {hints[wrong[0]]}")
+        evaluated, columns = [step for step, _ in self.tests], len(self.metric_steps)
+        lengths = {len(self.loss), len(self.lr), len(self.scale) or steps}
+        if (
+            lengths != {steps}
+            or any(len(values) > steps for values in self.batch_metrics.values())
+            or not all(0 < step <= steps for step in (*evaluated, *self.metric_steps))
+            or not all(metric in found for _, found in self.tests)
+            or any(len(rows) != columns for rows in self.metrics.values())
+            or any(len(row) != len(self.layers) for rows in self.metrics.values() for row in rows)
+        ):
+            raise ValueError(f"the history is not of {steps} steps and the metric {metric!r}")
 
     def truncate(self, steps: int) -> None:
         """Remove the steps after the first ``steps``."""

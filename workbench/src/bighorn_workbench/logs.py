@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,7 +10,8 @@ from importlib.util import find_spec
 import click
 
 from bighorn_workbench.config import RunConfig
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, visible
+from bighorn_workbench.history import History
 from bighorn_workbench.run import Run
 
 LOGS = ("tensorboard", "wandb")
@@ -33,32 +34,58 @@ def opened(
 ) -> Iterator[Callable[[dict[str, float], int], object]]:
     """Open a run of a log, with its options and results; yield a function that writes values by name, of a step."""
     options = {key: value for key, value in asdict(config).items() if isinstance(value, str | int | float)}
+    options = {key: visible(value) if isinstance(value, str) else value for key, value in options.items()}
+    results = {visible(key): value for key, value in results.items()}
     if kind == "tensorboard":
         with import_module("torch.utils.tensorboard").SummaryWriter(comment="-" + re.sub(r"\W+", "-", name)) as writer:
             writer.add_hparams(options, results, run_name=".")
-            yield lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()]
+            yield lambda values, step: [writer.add_scalar(visible(key), value, step) for key, value in values.items()]
     else:
         with import_module("wandb").init(project="bighorn", name=name, config=options) as writer:
             writer.summary.update(results)
-            yield lambda values, step: writer.log(values, step=step)
+            yield lambda values, step: writer.log({visible(key): value for key, value in values.items()}, step=step)
+
+
+def failed(kind: str, error: Exception) -> str:
+    """Return the warning about a log that has failed, on a full disk or without a network: it is not worth the run."""
+    return f"Warning: --log {kind} has failed, and gets nothing more ({type(error).__name__}: {error})."
 
 
 @contextmanager
-def logged(kind: str, run: Run) -> Iterator[Callable[[], object]]:
+def logged(kind: str, run: Run, warn: Callable[[str], object]) -> Iterator[Callable[[], object]]:
     """Yield a function that writes the steps and evaluations since its last call, and call it at the end."""
-    done = 0
-    with opened(kind, f"{run.config.optimizer}, seed {run.config.seed}", run.config, {}) as write:
+    done, stack = 0, ExitStack()
+    failures: list[Exception] = []
 
-        def update() -> None:
-            nonlocal done
-            history = run.history
-            tests, series = dict(history.tests), {"loss": history.loss, "lr": history.lr, **history.batch_metrics}
-            for step in range(done + 1, len(history.loss) + 1):
-                values = {f"train/{name}": of[step - 1] for name, of in series.items()}
-                write(values | {f"test/{name}": value for name, value in tests.get(step, {}).items()}, step)
-            done = len(history.loss)
-
+    def attempt(action: Callable[[], object]) -> None:
         try:
-            yield update
-        finally:
+            action()
+        except Exception as error:  # the packages may raise any
+            failures.append(error)
+            if len(failures) == 1:
+                warn(failed(kind, error))
+
+    def write_since(history: History) -> None:
+        tests, series = dict(history.tests), {"loss": history.loss, "lr": history.lr, **history.batch_metrics}
+        for step in range(done + 1, len(history.loss) + 1):
+            values = {f"train/{name}": of[step - 1] for name, of in series.items()}
+            write(values | {f"test/{name}": value for name, value in tests.get(step, {}).items()}, step)
+
+    def update() -> None:
+        nonlocal done
+        history = run.history  # a loss that is not finite raises here, and is no matter of the log
+        if not failures:
+            attempt(lambda: write_since(history))
+        done = len(history.loss)
+
+    try:
+        write = stack.enter_context(opened(kind, f"{run.config.optimizer}, seed {run.config.seed}", run.config, {}))
+    except Exception as error:
+        raise InputError(f"--log {kind} cannot be opened ({type(error).__name__}: {error}).") from error
+    try:
+        yield update
+    finally:
+        try:
             update()
+        finally:
+            attempt(stack.close)

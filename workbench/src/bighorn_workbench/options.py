@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import shlex
 import typing
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,7 +74,7 @@ MOST = 3.4e38
 """The largest float32, the dtype of the kernels' arithmetic."""
 
 POSITIVE = partial(number, high=MOST, above=True)
-COUNT = partial(integer, least=1)
+COUNT = partial(integer, least=1, most=2**53)
 THREADS = partial(integer, least=1, most=1024)
 """The most is far more than any CPU has. OpenMP ends the process if it has no memory for the requested threads."""
 
@@ -111,13 +111,28 @@ class Options:
     """
 
     def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value, check = getattr(self, field.name), field.metadata["check"]
-            if value is not None and check is not None:
-                try:
-                    check(flag_of(field.name), value)
-                except (TypeError, ValueError) as error:
-                    raise InputError(str(error)) from error
+            try:
+                _check(flag_of(field.name), getattr(self, field.name), hints[field.name], **field.metadata)
+            except (TypeError, ValueError) as error:
+                raise InputError(str(error)) from error
+
+
+def _check(
+    flag: str, value: Any, hint: Any, choices: Sequence[str], check: Callable[..., Any] | None, **_: Any
+) -> None:
+    """Raise an error for a value of an option: a checkpoint or a caller in Python may have any."""
+    kinds = typing.get_args(hint) or (hint,)
+    if value is None and type(None) in kinds:
+        return
+    several = typing.get_origin(hint) is tuple and isinstance(value, list | tuple)
+    if str in kinds and not all(isinstance(word, str) for word in (value if several else (value,))):
+        raise TypeError(f"{flag} {value!r} must be text.")
+    if choices and value not in choices:
+        raise ValueError(f"{flag} {value!r} must be one of {', '.join(choices)}.")
+    if check is not None:
+        check(flag, value)
 
 
 def flag_of(name: str) -> str:

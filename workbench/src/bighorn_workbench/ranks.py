@@ -228,6 +228,10 @@ def _first_is_gone() -> bool:
     return time.monotonic() - start < PATIENCE.total_seconds()
 
 
+class Aborted(KeyboardInterrupt):
+    """A second Ctrl-C, which may come at any moment; another KeyboardInterrupt meanwhile is of the user's code."""
+
+
 class Interrupt:
     """Within its ``with`` block, a first Ctrl-C only sets :attr:`requested`; a second one aborts.
 
@@ -259,4 +263,4 @@ class Interrupt:
         if not self.requested:
             self.requested, self._since = True, now
         elif number == signal.SIGINT and now - self._since >= self._echo:
-            raise KeyboardInterrupt
+            raise Aborted

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bighorn.arguments import integer
 from bighorn_workbench.builtin_tasks import fingerprint
+from bighorn_workbench.builtin_tasks.user import UserError
 from bighorn_workbench.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.history import History
@@ -124,6 +126,12 @@ class Run:
         """Whether an evaluation follows the last step; an evaluation always follows the last step of a run."""
         return self.step * self.evaluations // self.total > (self.step - 1) * self.evaluations // self.total
 
+    @property
+    def evaluation_missing(self) -> bool:
+        """Whether the evaluation that is due has failed, of a run that is resumed."""
+        done = self.history.tests[-1][0] if self.history.tests else 0
+        return done < self.step and self.evaluation_due
+
     def train_step(self) -> None:
         """Make one step.
 
@@ -140,6 +148,10 @@ class Run:
         except FloatingPointError as error:
             self._read_losses()
             raise self._diverged(self.step, f"step {self.step + 1}: {error}") from error
+        except UserError:  # in the backward pass, after the loss was recorded
+            self._read_losses()
+            history.truncate(self.step)
+            raise
         self.step += 1
         history.lr.append(lr)
         if not stepped:
@@ -224,8 +236,10 @@ class Run:
         self.model.load_state_dict(state["model"])
         self._train_step.load_state_dict(state["optimizer"])
         self._train_step.scaler.load_state_dict(state["scaler"])
-        self.step = state["step"]
-        self._history = History(**state["history"])
+        self.step = integer("step", state["step"], most=self.total)
+        history = History(**state["history"])
+        history.check(self.step, self.task.metric)
+        self._history = history
         self._batches.skip(self.step)
         generators = state["generators"]
         same_device = generators[0].keys() - {"torch", "python", "numpy"} == {self.device.type} - {"cpu"}

@@ -16,9 +16,9 @@ from rich.text import Text
 from bighorn_workbench import checkpoint, files
 from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import Trial
-from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.builtin_tasks.user import UserError, UserTask
 from bighorn_workbench.config import ParallelConfig, RunConfig
-from bighorn_workbench.display import Display, introduce
+from bighorn_workbench.display import Display, introduce, terminal
 from bighorn_workbench.environment import device_name, environment
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.logs import log_option, logged
@@ -40,7 +40,11 @@ Outputs = Mapping[str, Path | None]
 @config_options(RunConfig)
 @config_options(ParallelConfig)
 @click.option("--save", type=FILE, help="Save the run here: ten times on the way, at the end and on Ctrl-C.")
-@click.option("--resume", type=FILE, help="Continue a saved run; its options come from the file, --save too.")
+@click.option(
+    "--resume",
+    type=FILE,
+    help="Continue a saved run; its options come from the file, --save too, but not --task and --data of yours.",
+)
 @click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
@@ -81,7 +85,7 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
     history = run.history
     command = command_line(ctx)
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
-    console = Console(quiet=not ranks.first, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = terminal(quiet=not ranks.first)
     plot, save = outputs["--plot-schedule"], outputs["--save"]
     if plot is not None:
         introduce(run, console, warnings)
@@ -93,23 +97,34 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
         with Interrupt(echoes=ranks.size > 1) as interrupt:
             ranks.meet()  # a Ctrl-C at the display's first line must be safe in every process
             display = Display(run, console, history.seconds, warnings)
-            with logged(log, run) if log and ranks.first else nullcontext(lambda: None) as update, display:
+
+            def evaluate() -> None:
+                run.evaluate()
+                display.evaluated()
+                if save is not None:
+                    _save(run, save, ctx)
+
+            with (
+                logged(log, run, display.warn) if log and ranks.first else nullcontext(lambda: None) as update,
+                display,
+            ):
+                if run.evaluation_missing:
+                    evaluate()
                 while not (ranks.any(interrupt.requested) or run.done):
                     run.train_step()
                     display.stepped()
                     if run.evaluation_due:
-                        run.evaluate()
-                        display.evaluated()
-                        if save is not None:
-                            checkpoint.save(run, save)
+                        evaluate()
                     if run.evaluation_due or run.step % MAX_UNREAD == 0:
                         update()
-            if not run.done and save is not None:
-                checkpoint.save(run, save)
+    except UserError:  # of a step that has changed nothing, or an evaluation
+        if ranks.size == 1 and run.step:
+            _finish(run, outputs, ctx, console, "Stopped")
+        raise
     except DivergedError as error:
         _write(run, outputs, console)
         raise InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.") from error
-    _finish(run, outputs, ctx, console)
+    _finish(run, outputs, ctx, console, "" if run.done else "Interrupted")
     return run.done
 
 
@@ -164,25 +179,39 @@ def _prepare(
     return config, parallel, task
 
 
-def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console) -> None:
-    """Write the results, and print how to continue a run that Ctrl-C has ended early."""
+def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console, ended: str) -> None:
+    """Write the results; of a run that has ``ended`` early, save it and print how to continue."""
     ranks, save = run.ranks, outputs["--save"]
-    if not run.done and save is None:
+    if ended:
         name = re.sub(r"\W+", "-", run.config.task).strip("-")
         fresh = f"bighorn-{name}-{run.config.optimizer}-step{run.step}.pt"
-        save = ranks.from_first(lambda: files.unused(Path(fresh)))
-        checkpoint.save(run, save)
+        save = save or ranks.from_first(lambda: files.unused(Path(fresh)))
+        _save(run, save, ctx)
     console.print(_summary(run))
-    _write(run, outputs, console)
-    if save is not None:
-        console.print(f"Checkpoint: {save}")
-    if not run.done:
-        again = [*ranks.launcher, *ctx.command_path.split(), "--resume", str(save)]
-        again += words(ctx, {"report", "json_file", "log", *(field.name for field in fields(ParallelConfig))})
-        where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
-        console.print(
-            f"Interrupted after step {run.step} of {run.total} and saved. Resume{where} with:\n  {shlex.join(again)}"
-        )
+    try:
+        _write(run, outputs, console)
+    finally:
+        if save is not None:
+            console.print(f"Checkpoint: {save}")
+        if ended and save is not None:
+            where = " on every machine, each with its --node-rank" if ranks.machines > 1 else ""
+            again = _again(run, save, ctx)
+            console.print(f"{ended} after step {run.step} of {run.total} and saved. Resume{where} with:\n  {again}")
+
+
+def _save(run: Run, path: Path, ctx: click.Context) -> None:
+    """Save the run; if that fails, say how to continue from the last time that it was saved."""
+    try:
+        checkpoint.save(run, path)
+    except InputError as error:
+        remedy = f" Then continue with: {_again(run, path, ctx)}" if path.exists() else ""
+        raise InputError(f"{error}{remedy}") from error
+
+
+def _again(run: Run, path: Path, ctx: click.Context) -> str:
+    """Return the command that resumes the run from ``path``."""
+    more = words(ctx, {"report", "json_file", "log", *(field.name for field in fields(ParallelConfig))})
+    return shlex.join([*run.ranks.launcher, *ctx.command_path.split(), *checkpoint.resuming(run.config, path), *more])
 
 
 def _write(run: Run, outputs: Outputs, console: Console) -> None:

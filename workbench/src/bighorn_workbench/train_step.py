@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, shard_update
+from bighorn_workbench.builtin_tasks.user import user_call
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
@@ -99,8 +100,15 @@ class TrainStep:
                 means = means + torch.stack([loss.detach().float(), *metrics]) / self._accumulate
                 if last:  # before the backward pass, since the overlap updates parameters within it
                     record(self._ranks.mean(means))
-                self.scaler.scale(loss / self._accumulate).backward()  # type: ignore[no-untyped-call]
+                self._backward(self.scaler.scale(loss / self._accumulate))
         return self.update()
+
+    def _backward(self, loss: Tensor) -> None:
+        """Compute gradients, by a user's functions and hooks too; an error of gloo is left to :class:`Ranks`."""
+        if self._ranks.size > 1:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            user_call("the backward pass of loss(model, batch)", loss.backward)
 
     def _score(self, part: Any) -> tuple[Tensor, list[Tensor]]:
         """Return the mean loss of samples, and their metrics in the order of :attr:`batch_metrics`."""
@@ -171,6 +179,8 @@ class TrainStep:
         """Continue from the value of :meth:`state_dict`, with any number of processes, sharded or not."""
         names = [group["param_names"] for group in self.optimizer.param_groups]
         self.whole.load_state_dict(state)
+        if not all(isinstance(each, dict) for each in self.optimizer.state.values()):  # torch takes anything
+            raise TypeError("the optimizer's state of a parameter must be a dict")
         if self._sharded is not None:
             self._sharded.state.clear()  # otherwise the state of its parts would exist twice
             for groups in (self._sharded.param_groups, self.optimizer.param_groups):

@@ -37,13 +37,19 @@ bytes_in = partial(amount, SIZES, "a size like 24GB, 80GiB or 512MB")
 seconds_in = partial(amount, {"s": 1, "min": 60, "h": 3600, "d": 86400}, "a time like 2h, 90min or 1.5d")
 
 
+def device_package(name: str) -> str | None:
+    """Return the package of a device, such as ``torch_npu`` of ``npu:0``, if it is installed."""
+    kind = name.partition(":")[0]
+    return f"torch_{kind}" if kind.isidentifier() and find_spec(f"torch_{kind}") else None
+
+
 def device_of(name: str) -> torch.device:
     """Return a device of torch by its name, such as ``cuda`` or ``npu:0``; its package, as torch_xla, is imported.
 
     Raises:
         InputError: torch has no such device here.
     """
-    kind = name.partition(":")[0]
+    kind, package = name.partition(":")[0], device_package(name)
     if kind == "cuda" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         raise InputError(
@@ -51,8 +57,8 @@ def device_of(name: str) -> torch.device:
             "one, or --device cpu."
         )
     try:
-        if kind.isidentifier() and find_spec(f"torch_{kind}"):
-            import_module(f"torch_{kind}")  # torch_xla 2.9 does not register itself with torch
+        if package is not None:
+            import_module(package)  # torch_xla 2.9 does not register itself with torch
         here = torch.ones(1, device=name)
         here.cpu()
     except (RuntimeError, AssertionError, ImportError) as error:

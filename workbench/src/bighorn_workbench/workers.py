@@ -35,8 +35,8 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
         kills = kills + 1 if len(search.finished()) == before else 0
         if kills == MOST_KILLS:
             raise InputError(
-                f"the processes of the runs were killed {kills} times without one result, perhaps for memory: take "
-                "fewer --processes."
+                f"the processes of the runs were killed {kills} times without one result: for memory, then take fewer "
+                "--processes, or by code of the task that ends its process, such as os._exit(), then take that out."
             )
         before = len(search.finished())
         context = multiprocessing.get_context("spawn")

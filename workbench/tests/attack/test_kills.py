@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.tests.attack import save_kill_worker
-
 from tests.support.attack_settings import SEED
 from tests.support.processes import assert_ended_well, outcomes
+from workbench.tests.attack import save_kill_worker
 
 KILLS = 20
 

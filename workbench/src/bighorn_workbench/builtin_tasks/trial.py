@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from bighorn_workbench.builtin_tasks.user import UserError, UserTask, shown, user_call
 from bighorn_workbench.config import PRECISIONS, RunConfig
@@ -35,6 +36,7 @@ class Trial:
             InputError: Something is wrong. The message names the method, what it returned, and the remedy.
         """
         torch.set_num_threads(self.config.threads or 1)
+        self._check_switches("its import")
         model = self._model()
         batch = self._training_batch()
         self._loss(model, batch)
@@ -53,24 +55,52 @@ class Trial:
     def _model(self) -> nn.Module:
         """Make the model twice, from the same seed."""
         model, again = self._new_model(), self._new_model()
-        for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        self._check_switches("model()")
+        others = dict(again.named_parameters())
+        if others.keys() != dict(model.named_parameters()).keys():
+            raise InputError(f"{self.place}: model() gives other parameters at each call. Let it always give the same.")
+        for name, one in model.named_parameters():
             if one.device.type not in ("cpu", self.device.type):
                 raise InputError(
                     f"{self.place}: model() has {name} on {one.device}, but --device is {self.device}. Make it on the "
                     "CPU; the run moves it."
                 )
-            if not _same(one, other):
+            if not _same(one, others[name]):
                 raise InputError(
                     f"{self.place}: model() gives another {name} for the same seed, so that no run can be repeated. "
                     "Initialise it by torch's, NumPy's or Python's global generator, which the run seeds."
                 )
         return model.to(self.device, PRECISIONS.get(self.config.precision, torch.float32))
 
+    def _check_switches(self, what: str, gradients: bool = True) -> None:
+        """Raise an error if a call has left torch's own switches in another place, on which all later ones depend."""
+        device = torch.get_default_device()
+        if device.type not in ("cpu", self.device.type):
+            raise InputError(
+                f"{self.place}: {what} leaves torch's default device at {device}, but --device is {self.device}. Set "
+                "it for a block alone, as in `with torch.device(...)`."
+            )
+        if gradients and not torch.is_grad_enabled():
+            raise InputError(
+                f"{self.place}: {what} leaves gradients switched off, so that no step could train. Switch them off for "
+                "a block alone, as in `with torch.no_grad()`."
+            )
+
     def _new_model(self) -> nn.Module:
         seed_generators(self.config.seed)
         model = self.task.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"{self.place}: model() returned {shown(model)}, but must return a torch.nn.Module.")
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise InputError(
+                    f"{self.place}: model() has {name} without a shape before the first batch. Give it its sizes."
+                )
+            if parameter.is_complex():
+                raise InputError(
+                    f"{self.place}: model() has the complex parameter {name}, which no run converts to its "
+                    "--precision. Keep torch.view_as_real() of it as the parameter."
+                )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(f"{self.place}: model() has no trainable parameters. Give it one with requires_grad.")
         return model
@@ -86,6 +116,9 @@ class Trial:
                 "task an attribute samples or steps."
             )
         batch, again = self._first(batches, what), self._first(self._batches("train"), what)
+        self._check_switches(what)
+        if length(batches) == 0:
+            raise InputError(f"{what} gives batches, but its len() is 0. Let it be the number of batches of a pass.")
         pairs = zip(tensors_in(batch), tensors_in(again), strict=False)
         if not all(_same(one, other) for one, other in pairs):
             raise InputError(
@@ -125,8 +158,13 @@ class Trial:
             raise InputError(
                 f"{what} returned {shown(loss)} {given}, but must return a scalar tensor: the batch's mean."
             )
+        self._check_switches("loss(model, batch)")
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+            raise InputError(
+                f"{what} returned {shown(metrics)} beside the loss {given}, but must return metrics by name."
+            )
         for name, value in metrics.items():
-            if not isinstance(value, int | float) and not (isinstance(value, Tensor) and value.ndim == 0):
+            if not _is_number(value):
                 raise InputError(
                     f"{what} returned the metric {name!r} = {shown(value)} {given}, which must be a number."
                 )
@@ -164,8 +202,19 @@ class Trial:
 
     @torch.no_grad()
     def _evaluation(self, model: nn.Module, split: str) -> None:
+        trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         with torch.autocast(self.device.type, torch.float16, enabled=self.config.precision == "fp16"):
             found = self.task.evaluate(model.eval(), split)
+        what = f"evaluate(model, {split!r})"
+        self._check_switches(what, gradients=False)
+        frozen = [
+            name for name, parameter in model.named_parameters() if parameter.requires_grad is not trained.get(name)
+        ]
+        if frozen:
+            raise InputError(
+                f"{self.place}: {what} changes requires_grad of {frozen[0]}, so that the next step would train other "
+                "parameters. Leave it: no gradients are computed in an evaluation."
+            )
         value = found[self.task.metric]
         if not math.isfinite(value):
             raise InputError(
@@ -175,4 +224,16 @@ class Trial:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    """Whether two tensors have the same bits, whatever their dtype and layout."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    return dense.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import inspect
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.ranks import Aborted
 from bighorn_workbench.tasks import defaults
 from bighorn_workbench.values import suggestion
 
 METHODS = ("model", "batches", "loss", "evaluate")
 OWN_CODE = (str(Path(__file__).parents[1]), "<frozen importlib", str(Path(importlib.util.__file__).parent))
+
+
+NO_DEFAULT = object()
 
 
 class UserError(InputError):
@@ -41,10 +46,11 @@ def imported(flag: str, place: str, forms: str) -> Any:
         raise InputError(f"{flag} {place}: there is no file {source} in {Path.cwd()}.")
     found = user_call(f"{flag} {place}", partial(_module_of_file if is_file else _module, source))
     for word in attribute.split("."):
-        if not hasattr(found, word):
+        inner = member(f"{flag} {place}", found, word)
+        if inner is NO_DEFAULT:
             public = [name for name in dir(found) if not name.startswith("_")]
             raise InputError(f"{flag} {place}: no {word!r} there; {suggestion(word, public)}")
-        found = getattr(found, word)
+        found = inner
     return found
 
 
@@ -71,14 +77,38 @@ def _search(folder: Path) -> None:
 
 
 def user_call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's function; an error in it becomes a :class:`UserError` that says what was called with what."""
+    """Call a user's function; an error in it becomes a :class:`UserError` that says what was called with what.
+
+    So does ``sys.exit()``, which would end the command as if it were done. Only a Ctrl-C stays what it is.
+    """
     try:
         return function(*arguments)
     except InputError:
         raise
-    except Exception as error:  # the code of users may raise any error
+    except BaseException as error:  # the code of users may raise any error
+        if isinstance(error, KeyboardInterrupt) and _is_ctrl_c(error):
+            raise
         given = f" was called with ({', '.join(map(shown, arguments))}), and" if arguments else ""
         raise UserError(f"{what}{given} failed:\n{user_traceback(error)}") from error
+
+
+def _is_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """Whether it may be one: where Python's own handler is not in place, only ours raises it, or the user's code."""
+    return isinstance(error, Aborted) or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def member(what: str, of: Any, name: str, default: Any = NO_DEFAULT) -> Any:
+    """Return an attribute of a user's object, or a default if there is none; a property that fails is an error."""
+
+    def get() -> Any:
+        try:
+            return getattr(of, name)
+        except AttributeError:
+            if inspect.getattr_static(of, name, NO_DEFAULT) is NO_DEFAULT:
+                return default
+            raise
+
+    return user_call(f"{what}: {name}", get)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -104,7 +134,10 @@ def shown(value: object) -> str:
     if isinstance(value, tuple | list):
         inner = ", ".join(map(shown, value[:8])) + ", ..." * (len(value) > 8)
         return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
-    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    try:
+        return f"{value!r:.200}" if isinstance(value, str | int | float | None) else type(value).__name__
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return type(value).__name__
 
 
 class UserTask:
@@ -119,20 +152,23 @@ class UserTask:
     """
 
     def __init__(self, task: Any, place: str) -> None:
-        missing = [f"{name}()" for name in METHODS if not callable(getattr(task, name, None))]
-        if not isinstance(getattr(task, "metric", None), str):
+        what = f"--task {place}"
+        missing = [f"{name}()" for name in METHODS if not callable(member(what, task, name, None))]
+        if not isinstance(member(what, task, "metric", None), str):
             missing.append('the attribute metric, such as metric = "accuracy"')
         if missing:
             has = "the module" if isinstance(task, type(sys)) else type(task).__name__
             raise InputError(f"--task {place}: {has} lacks {', '.join(missing)}. See bighorn_workbench.tasks.Task.")
+        self._task, self.place = task, place
         try:
-            defaults(task)
+            self.description = str(defaults(self).description)
+        except UserError:
+            raise
         except (TypeError, ValueError) as error:
             raise InputError(f"--task {place}: {error}. See bighorn_workbench.tasks.Defaults.") from error
-        self._task, self.place = task, place
         text = inspect.getdoc(task) if type(task).__module__ != "builtins" else ""
         text = (text or type(task).__name__).partition("\n")[0].rstrip(".")
-        self.description = getattr(task, "description", "") or text
+        self.description = self.description or text
 
     def code(self) -> str:
         """Return a digest of the file that defines the task; "" if there is none, as in a notebook."""
@@ -143,7 +179,9 @@ class UserTask:
         return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._task, name)  # an optional attribute or method
+        value = member(self.place, self._task, name)  # an optional attribute or method
+        if value is NO_DEFAULT:
+            raise AttributeError(name)
         return partial(self._call, name) if callable(value) else value
 
     def batches(self, split: str, batch_size: int, generator: torch.Generator) -> Iterable[Any]:
@@ -161,7 +199,7 @@ class UserTask:
             )
         try:
             return {str(name): float(value) for name, value in found.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # a value may be of any kind, and an integer beyond every float
             raise InputError(f"{asked} returned {shown(found)}, but every value must be one number.") from error
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -181,7 +219,16 @@ class UserBatches:
             )
 
     def __len__(self) -> int:
-        return len(self._made)  # a TypeError if it has none, as everywhere
+        found = user_call(f"{self._name}: len()", self._count)
+        if found is None:
+            raise TypeError(f"{self._name} has no len()")  # as everywhere
+        return int(found)
+
+    def _count(self) -> int | None:
+        try:
+            return len(self._made)
+        except TypeError:  # also of a DataLoader whose dataset has none
+            return None
 
     def __iter__(self) -> Iterator[Any]:
         iterator = user_call(self._name, iter, self._made)

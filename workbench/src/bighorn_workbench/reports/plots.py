@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -13,11 +12,11 @@ from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.reports.style import (
     INK,
     SERIES,
-    STYLE,
     TIP,
     WIDTH,
     accuracy_scale,
     add_tip,
+    drawn,
     finite,
     label_powers,
     thinned,
@@ -26,7 +25,7 @@ from bighorn_workbench.reports.style import (
 from bighorn_workbench.smoothing import smoothed
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def curves(
     steps: Sequence[int],
     batches: Sequence[float],
@@ -61,7 +60,7 @@ def curves(
     return to_svg(figure, f"{label} by step")
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def search(
     lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float], chosen: int | None, width: float = WIDTH
 ) -> str:
@@ -82,7 +81,7 @@ def search(
     return to_svg(figure, "training loss by learning rate")
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def line(steps: Sequence[int], values: Sequence[float], label: str, width: float = WIDTH) -> str:
     """Draw one quantity over the steps."""
     figure = Figure(figsize=(width, 2.2))
@@ -95,7 +94,7 @@ def line(steps: Sequence[int], values: Sequence[float], label: str, width: float
     return to_svg(figure, f"{label} by step")
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str, width: float = WIDTH) -> str:
     """Draw ``values[layer, column]`` as colours on a logarithmic scale; column i belongs to ``steps[i]``."""
     figure = Figure(figsize=(width, (1.4 if width == WIDTH else 2.0) + 0.2 * len(layers)))
@@ -123,7 +122,7 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
     return to_svg(figure, f"{label} by layer and step")
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def ranges(
     groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]],
     xlabel: str,
@@ -163,7 +162,7 @@ def ranges(
     return to_svg(figure, f"test {metric} by {xlabel}")
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str, width: float = WIDTH) -> str:
     """Draw one bar per name, as segments from left to right, each segment with its label and one value per name."""
     columns = 2 if width == WIDTH else 1
@@ -190,7 +189,7 @@ Row = tuple[str, tuple[float, float, float]]
 """A name with a low, a middle and a high value."""
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def dots(
     rows: Sequence[Row], label: str, mark: float | None = None, percent: bool = False, width: float = WIDTH
 ) -> str:
@@ -224,7 +223,7 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 """Per panel: a name, and lines with a name, x values and accuracies or errors."""
 
 
-@mpl.rc_context(STYLE)
+@drawn
 def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float = WIDTH) -> str:
     """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` says what the lines are."""
     rows, columns = (1, len(panels)) if width == WIDTH else (len(panels), 1)

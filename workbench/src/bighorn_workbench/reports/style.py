@@ -3,15 +3,21 @@
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+
+from bighorn_workbench.errors import visible
+
+Arguments = ParamSpec("Arguments")
 
 # Placeholders that to_svg() replaces by the page's CSS variables, so that figures follow light and dark mode.
 INK, GRID = "#010203", "#040506"
@@ -22,6 +28,7 @@ STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a name between dollars is no formula
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": GRID,
@@ -55,6 +62,26 @@ WIDTH, NARROW = 9.2, 4.4
 
 ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
 """The positions that an axis of accuracies may label."""
+
+
+def drawn(figure: Callable[Arguments, str]) -> Callable[Arguments, str]:
+    """Draw a figure in the style of the page, with names that fonts and encodings can have."""
+
+    @wraps(figure)
+    def styled(*args: Arguments.args, **named: Arguments.kwargs) -> str:
+        with mpl.rc_context(STYLE):
+            return figure(*_visible(args), **_visible(named))
+
+    return styled
+
+
+def _visible(value: Any) -> Any:
+    """Make all texts visible, within tuples, lists and dicts."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {name: _visible(each) for name, each in value.items()}
+    return type(value)(map(_visible, value)) if type(value) in (tuple, list) else value
 
 
 def accuracy_scale(axes: Axes, values: Iterable[float]) -> None:
@@ -130,7 +157,8 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, count=1, flags=re.DOTALL)
     kind = ' class="narrow"' if narrow else ""
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1{kind} role="img" aria-label="{name}"', svg, count=1)
+    label = f'{kind} role="img" aria-label="{escape(name)}"'
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', lambda found: found[1] + label, svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
     svg = re.sub(r' id="(figure|axes|patch|text|line2d|matplotlib\.axis|xtick|ytick|legend)_\d+"', "", svg)

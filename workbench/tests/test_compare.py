@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from bighorn_workbench.workers import fill, places
 from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, assert_self_contained
+from workbench.tests.test_files import files_at_most
 
 
 def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> Trial:
@@ -287,6 +289,9 @@ def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
         (["elsewhere", gone, now], False),
         (["elsewhere", gone, now - 1000], True),
         (None, False),
+        ("text", True),
+        ([here, "/etc/hostname", now], True),
+        ([here, os.getpid(), "now"], True),
     ):
         about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={} if beat is None else {"beat": beat})
         assert run_queue.is_dead(about) is dead, beat
@@ -373,6 +378,106 @@ def test_runs_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.Monke
         for number in range(3):
             workers.worker(there, os.getppid(), number)
     assert chosen == [0, 1, 0]
+
+
+ENDING = """
+import multiprocessing, os, sys, torch
+from torch import nn
+class Ending:
+    metric, samples, steps, calls = "error", 64, 4, 0
+    def model(self): return nn.Linear(1, 1)
+    def batches(self, split, size, generator): return [torch.ones(size, 1)] * 4
+    def loss(self, model, batch):
+        Ending.calls += 1
+        return {way} if {when} else model(batch).square().mean()
+    def evaluate(self, model, split): return {{"error": 1.0}}
+"""
+
+
+@pytest.mark.process
+def test_a_process_that_ends_itself_is_named(invoke: Invoke) -> None:
+    Path("gone.py").write_text(ENDING.format(way="os._exit(0)", when="multiprocessing.parent_process()"))
+    options = ["--task", "gone.py:Ending", "--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 2]
+    output = invoke("compare", *options, "--study", "s.study", code=1).output
+    assert "the processes of the runs were killed 3 times without one result" in output
+    assert "code of the task that ends its process, such as os._exit()" in output
+
+
+@pytest.mark.parametrize("way", ["sys.exit(0)", "1 / 0"])
+def test_a_task_that_ends_later_is_named_and_runs_are_kept(invoke: Invoke, way: str) -> None:
+    Path("ends.py").write_text(ENDING.format(way=way, when="Ending.calls > 18"))
+    options = ["--task", "ends.py:Ending", "--optimizers", "sgd", "--trials", 2, "--seeds", 2, "--processes", 1]
+    output = invoke("compare", *options, "--json", "c.json", code=1).output
+    assert re.search("Stopped after [1-3] of 4 runs. Repeat the command with --study bighorn-compare.study", output)
+    assert "Error: ends.py:Ending: loss was called with (Linear, float32[32, 1]), and failed:" in output
+    assert ("SystemExit: 0" if "exit" in way else "ZeroDivisionError") in output
+    assert Path("c.json").exists()
+    Path("ends.py").write_text(ENDING.format(way=way, when="Ending.calls > 10**6"))
+    fresh = invoke("compare", *options, "--study", "bighorn-compare.study").output  # of other code: other runs
+    assert "of the runs are in" not in fresh
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a journal, of which every line is one."""
+    assert path.read_bytes().endswith(b"\n")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cut", [1, 15, 10**6], ids=["its end", "a part", "all but the first letters"])
+def test_a_torn_last_line_costs_its_own_run_alone(invoke: Invoke, cut: int) -> None:
+    """As a full disk or a killed process leaves it; what is appended next is a line of its own."""
+    path, words = Path("s.study"), ["compare", *SMALL, "--processes", 1, "--study", "s.study"]
+    invoke(*words)
+    whole = whole_lines(path)
+    with path.open("r+b") as file:
+        file.truncate(max(5, path.stat().st_size - cut))
+    output = invoke(*words).output
+    kept = 0 if cut == 10**6 else 6
+    assert ("6 of the runs are in s.study" in output) == bool(kept)
+    assert "7 of the runs are in s.study" in invoke(*words).output
+    assert len(whole_lines(path)) >= len(whole)
+
+
+def test_a_full_disk_leaves_a_study_whole_and_is_named(invoke: Invoke) -> None:
+    path, words = Path("s.study"), ["compare", *SMALL, "--processes", 1, "--study", "s.study"]
+    invoke(*words)
+    size = path.stat().st_size
+    path.unlink()
+    with files_at_most(size // 2):
+        output = invoke(*words, code=1).output
+    assert "Error: the study s.study cannot be written: File too large. All runs that have ended are in it." in output
+    assert "repeat the command with --study" in output
+    done = sum("result" in str(record) for record in whole_lines(path))
+    assert 0 < done < 7
+    assert f"Stopped after {done} of 7 runs. Repeat the command with --study s.study" in output
+    assert f"{done} of the runs are in s.study" in invoke(*words).output
+
+
+@for_every(
+    ("old", "new", "message"),
+    [
+        ('"state_bytes"', '"bytes"', "another version of bighorn has written a run of lamb, batch 256, tuning"),
+        ('"loss": ', '"loss": null, "ignored": ', "another version of bighorn"),
+        ('"seconds": ', '"seconds": {}, "pruned": 1, "value": ', "another version of bighorn"),
+        ('"op_code":0', '"op_code":99', "has records of another version of Optuna"),
+        ('"op_code":4', '"op_code":', "--study other.study is damaged or not a file of bighorn compare (Expecting"),
+        ('"run"', '"walk"', None),
+        ('"beat"', '"heart"', None),
+    ],
+)
+def test_records_of_another_version_are_named(
+    invoke: Invoke, old: str, new: str, message: str | None, tmp_path: Path
+) -> None:
+    words = ["compare", *SMALL, "--processes", 1, "--study"]
+    if not (tmp_path / "s.study").exists():
+        invoke(*words, "s.study")
+    lines = []
+    for record in whole_lines(Path("s.study")):
+        lines.append(json.dumps(record).replace('"op_code": ', '"op_code":').replace(old, new))
+    Path("other.study").write_text("\n".join(lines) + "\n")
+    output = invoke(*words, "other.study", code=0 if message is None else 1).output
+    assert message is None or (message in output and output.count("\n") == 1)
+    assert output.startswith("Error: ") == (message is not None)
 
 
 def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:

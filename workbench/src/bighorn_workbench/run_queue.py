@@ -13,6 +13,8 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
+from bighorn_workbench.errors import InputError
+from bighorn_workbench.records import fits
 from bighorn_workbench.space import Space
 
 BEAT, GRACE = 10.0, 60.0
@@ -36,7 +38,7 @@ class Queue:
 
     def fill(self) -> None:
         """Let every run wait that neither waits, runs nor is done."""
-        known = {trial.user_attrs.get("run") for trial in self.study.trials if trial.state != TrialState.FAIL}
+        known = {_number(trial) for trial in self.study.trials if trial.state != TrialState.FAIL}
         for index, point in enumerate(self.points[: self.count]):
             if index not in known:
                 self.study.enqueue_trial(point, user_attrs={"run": index})
@@ -45,7 +47,7 @@ class Queue:
         """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
         while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
             trial = self.study.ask()
-            index = trial.user_attrs.get("run")
+            index = _number(trial)
             if index is not None and index < self.count and not self._is_taken(index, trial.number):
                 _beat(trial)
                 for name, (low, high) in self._space.items():
@@ -57,17 +59,17 @@ class Queue:
     def _is_taken(self, index: int, number: int) -> bool:
         """Whether a run is done, or another trial than this one is making it."""
         others = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
-        return any(trial.user_attrs.get("run") == index and trial.number != number for trial in others)
+        return any(_number(trial) == index and trial.number != number for trial in others)
 
     def _done(self) -> dict[int, FrozenTrial]:
         """Return the finished trials, by the number of the run; each counts once."""
         done = self.study.get_trials(deepcopy=False, states=DONE)
-        found = {trial.user_attrs["run"]: trial for trial in reversed(done)}
-        return {index: found[index] for index in sorted(found) if index < self.count}
+        found = {index: trial for trial in reversed(done) if (index := _number(trial)) is not None}
+        return {index: found[index] for index in sorted(found) if 0 <= index < self.count}
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Return what is known, by the number of the run."""
-        return {index: trial.user_attrs["result"] for index, trial in self._done().items()}
+        return {index: trial.user_attrs.get("result", {}) for index, trial in self._done().items()}
 
     @property
     def is_done(self) -> bool:
@@ -87,6 +89,12 @@ class Queue:
         self.fill()
 
 
+def _number(trial: FrozenTrial | optuna.Trial) -> int | None:
+    """Return the number of a trial's run; None for one that another program has added to the study."""
+    found = trial.user_attrs.get("run")
+    return found if isinstance(found, int) else None
+
+
 def _beat(trial: optuna.Trial) -> None:
     """Say that a run's process lives, and which one it is."""
     trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
@@ -100,7 +108,8 @@ def beating(trial: optuna.Trial) -> Iterator[None]:
     def beat() -> None:
         with suppress(UpdateFinishedTrialError):
             while not over.wait(BEAT):
-                _beat(trial)
+                with suppress(InputError):  # a disk that is full may have space at the next one
+                    _beat(trial)
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
@@ -113,8 +122,11 @@ def beating(trial: optuna.Trial) -> Iterator[None]:
 
 def is_dead(trial: FrozenTrial) -> bool:
     """Whether the process of a running trial has gone from this machine, or has given no sign of life for long."""
-    assert trial.datetime_start is not None
-    machine, pid, last = trial.user_attrs.get("beat") or ("", 0, trial.datetime_start.timestamp())
+    begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
+    beat = trial.user_attrs.get("beat", ["", 0, begun])
+    if not (isinstance(beat, list) and len(beat) == 3 and fits(beat[1], int) and fits(beat[2], float)):
+        return True
+    machine, pid, last = beat
     if machine == platform.node() and PROCESSES.exists() and not (PROCESSES / str(pid)).exists():
         return True
     return bool(time.time() - last > GRACE)

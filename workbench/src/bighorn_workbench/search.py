@@ -16,11 +16,10 @@ from pathlib import Path
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
+from bighorn_workbench import journal
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.run_queue import Queue, beating
@@ -28,9 +27,6 @@ from bighorn_workbench.space import Entry, Space
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make, trial_of
 from bighorn_workbench.values import warmup_steps
-
-JOURNAL = b'{"op_code":'
-"""The first bytes of a journal of Optuna."""
 
 TUNING_SEED = 0
 """The seed of all tuning runs; final runs have the seeds after it."""
@@ -80,14 +76,8 @@ class Search:
     def __init__(self, plan: Plan, task: Task) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan, self.task, self.higher = plan, task, defaults(task).higher_is_better
-        try:
-            _check_kind(plan.path)
-            self.storage = JournalStorage(JournalFileBackend(str(plan.path)))
-            self._tuning = [self._queue_of_tuning(entry) for entry in plan.entries]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"--study {plan.path} is damaged or not a file of bighorn compare ({error}). Give another name."
-            ) from error
+        self.storage = journal.opened(plan.path)
+        self._tuning = [self._queue_of_tuning(entry) for entry in plan.entries]
         self._final: dict[str, Queue] = {}
 
     @cached_property
@@ -146,7 +136,19 @@ class Search:
         return self._trials(self.plan.entries[number], self._tuning[number])
 
     def _trials(self, entry: Entry, queue: Queue) -> list[Trial]:
-        return [trial_of(self._config(entry, queue.points[index]), found) for index, found in queue.results().items()]
+        return list(self._numbered(entry, queue).values())
+
+    def _numbered(self, entry: Entry, queue: Queue) -> dict[int, Trial]:
+        try:
+            return {
+                index: trial_of(self._config(entry, queue.points[index]), found)
+                for index, found in queue.results().items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"--study {self.plan.path}: another version of bighorn has written a run of {queue.study.study_name} "
+                f"({type(error).__name__}: {error}). Use that version, or give another name."
+            ) from error
 
     @staticmethod
     def _config(entry: Entry, point: dict[str, float]) -> RunConfig:
@@ -212,7 +214,8 @@ class Search:
                 with beating(trial):
                     made = make(config, task, split, self.plan.target if final else None, stepped, pruner)
             except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
-                queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+                with suppress(InputError):  # of a full disk: what has ended the run is the news
+                    queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
                 raise
             with suppress(UpdateFinishedTrialError):  # a process that took this one for dead makes the run again
                 trial.set_user_attr("result", made.result())
@@ -228,13 +231,15 @@ class Search:
         The pruner knows the cell's first trials alone, since with all that have ended its answer would depend on the
         order in which processes end theirs.
         """
-        first = [each for number, each in queue.results().items() if number < FULL]
+        first = [
+            each for number, each in zip(queue.results(), self._trials(entry, queue), strict=True) if number < FULL
+        ]
         longest = f"{100 * entry.space['warmup'][1]:g}%" if "warmup" in entry.space else entry.base.warmup
-        wait = max((warmup_steps(longest, each["steps"]) for each in first), default=0)
+        wait = max((warmup_steps(longest, each.steps) for each in first), default=0)
         pruner = optuna.pruners.PercentilePruner(KEPT, n_startup_trials=1, n_warmup_steps=wait + 1)
         judge = optuna.create_study(direction=queue.study.direction, pruner=pruner)
         for each in first:
-            judge.add_trial(optuna.create_trial(value=each["value"], intermediate_values=dict(each["curve"])))
+            judge.add_trial(optuna.create_trial(value=each.value, intermediate_values=dict(each.curve)))
         judged = judge.ask()
 
         def falls_behind(step: int, value: float) -> bool:
@@ -269,12 +274,3 @@ class Search:
                 )
             )
         return found
-
-
-def _check_kind(path: Path) -> None:
-    """Raise an error for a file that is no journal, since the storage would append to it."""
-    if path.exists():
-        with path.open("rb") as file:
-            start = file.read(len(JOURNAL))
-        if start not in (b"", JOURNAL):
-            raise ValueError(f"it starts with {start!r}")

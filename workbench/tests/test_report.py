@@ -91,6 +91,11 @@ def test_a_report_that_fails_loses_nothing(invoke: Invoke, monkeypatch: pytest.M
     assert "Checkpoint: run.pt" in output
     assert "Error: --report run.html cannot be drawn (ZeroDivisionError: no figure)." in output
     assert len(json.loads(Path("run.json").read_text())["history"]["loss"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(plots, "curves", fail)
+        output = invoke("train", "--lr", "1e30", "--warmup", 0, "--report", "run.html", code=1).output
+    assert "the loss became nan" in output
+    assert "--report run.html cannot be drawn" in output
     invoke("train", "--resume", "run.pt", "--report", "run.html")
 
 

@@ -19,7 +19,7 @@ from bighorn_workbench.checks import number
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import failed, log_option, opened
 from bighorn_workbench.metrics import metric_text
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
@@ -159,31 +159,35 @@ def compare(
         place = study or Path(folder) / "study"
         processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes)
-        failure: BaseException | None = None
         try:
             _run(search, config, processes, console, log)
         except BaseException as error:  # also Ctrl-C: what was done is reported and kept
-            failure = error
-        done = len(search.finished())
-        if failure is not None and (done or isinstance(failure, KeyboardInterrupt)):
-            with suppress(InputError):  # of a full disk, which is the failure then
-                search.release()
-            if study is None:
-                study = files.unused(Path("bighorn-compare.study"))
-                files.write(study, lambda file: file.write(place.read_bytes()))
-        try:
-            if failure is None or study is not None:
-                _finish(search, config, about, report, json_file, console)
-        finally:
-            if failure is not None and study is not None:
-                ended = "Interrupted" if isinstance(failure, KeyboardInterrupt) else "Stopped"
-                console.print(
-                    f"{ended} after {done} of {search.total} runs. Repeat the command with --study {study} to go on."
-                )
-    if isinstance(failure, KeyboardInterrupt):
-        ctx.exit(130)
-    if failure is not None:
-        raise failure
+            is_ctrl_c, done = isinstance(error, KeyboardInterrupt), len(search.finished())
+            if not done and not is_ctrl_c:
+                raise
+            with after(error):
+                study = _keep(search, study)
+                try:
+                    _finish(search, config, about, report, json_file, console)
+                finally:
+                    console.print(
+                        f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
+                        f"command with --study {study} to go on."
+                    )
+            if is_ctrl_c:
+                ctx.exit(130)
+            raise
+        _finish(search, config, about, report, json_file, console)
+
+
+def _keep(search: Search, study: Path | None) -> Path:
+    """Let the runs in flight wait again, and return the file of the study, which is a new one if none was given."""
+    with suppress(InputError):  # of a full disk, which has ended the command then
+        search.release()
+    if study is None:
+        study = files.unused(Path("bighorn-compare.study"))
+        files.write(study, lambda file: file.write(search.plan.path.read_bytes()))
+    return study
 
 
 def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -> Search:

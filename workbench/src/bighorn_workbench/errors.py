@@ -1,6 +1,8 @@
 """The error that the command line prints as a message."""
 
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -11,6 +13,15 @@ class InputError(click.ClickException, ValueError):
     def format_message(self) -> str:
         """Return the message as a terminal may have it."""
         return visible(self.message)
+
+
+@contextmanager
+def after(error: BaseException) -> Iterator[None]:
+    """Let an error of the block, which keeps what was done before another error, not hide that one."""
+    try:
+        yield
+    except InputError as another:
+        raise InputError(f"{error}\n{another}".lstrip()) from error
 
 
 def visible(text: str) -> str:

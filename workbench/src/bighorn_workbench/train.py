@@ -20,7 +20,7 @@ from bighorn_workbench.builtin_tasks.user import UserError, UserTask
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.display import Display, introduce, terminal
 from bighorn_workbench.environment import device_name, environment
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import log_option, logged
 from bighorn_workbench.metrics import metric_text
 from bighorn_workbench.optimizers import state_bytes
@@ -117,13 +117,16 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                         evaluate()
                     if run.evaluation_due or run.step % MAX_UNREAD == 0:
                         update()
-    except UserError:  # of a step that has changed nothing, or an evaluation
+    except UserError as error:  # of a step that has changed nothing, or an evaluation
         if ranks.size == 1 and run.step:
-            _finish(run, outputs, ctx, console, "Stopped")
+            with after(error):
+                _finish(run, outputs, ctx, console, "Stopped")
         raise
     except DivergedError as error:
-        _write(run, outputs, console)
-        raise InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.") from error
+        diverged = InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.")
+        with after(diverged):
+            _write(run, outputs, console)
+        raise diverged from error
     _finish(run, outputs, ctx, console, "" if run.done else "Interrupted")
     return run.done
 

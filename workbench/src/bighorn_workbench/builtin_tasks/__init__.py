@@ -10,7 +10,7 @@ from torch import nn
 from bighorn_workbench.builtin_tasks.digits import Digits
 from bighorn_workbench.builtin_tasks.mnist import Mnist
 from bighorn_workbench.builtin_tasks.text import Text
-from bighorn_workbench.builtin_tasks.user import UserTask, imported, user_call
+from bighorn_workbench.builtin_tasks.user import UserTask, imported, member, user_call
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.tasks import Task, digest, epoch_seed, tensors_in
 
@@ -67,7 +67,7 @@ def model_of(place: str, data: str | None) -> nn.Module:
     """Return the model of a task, which needs no other member for it, on the current default device."""
     with torch.device("cpu"):
         task = _made(place, data)
-    if place not in TASKS and not callable(getattr(task, "model", None)):
+    if place not in TASKS and not callable(member(f"--task {place}", task, "model", None)):
         raise InputError(f"--task {place} has no method model(). Give it one that returns a torch.nn.Module.")
     made: nn.Module = task.model() if place in TASKS else user_call(f"{place}: model", task.model)
     return made

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, shard_update
-from bighorn_workbench.builtin_tasks.user import user_call
+from bighorn_workbench.builtin_tasks.user import UserTask, user_call
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
@@ -105,10 +105,10 @@ class TrainStep:
 
     def _backward(self, loss: Tensor) -> None:
         """Compute gradients, by a user's functions and hooks too; an error of gloo is left to :class:`Ranks`."""
-        if self._ranks.size > 1:
-            loss.backward()  # type: ignore[no-untyped-call]
+        if isinstance(self._task, UserTask) and self._ranks.size == 1:
+            user_call(f"{self._task.place}: the backward pass of loss(model, batch)", loss.backward)
         else:
-            user_call("the backward pass of loss(model, batch)", loss.backward)
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def _score(self, part: Any) -> tuple[Tensor, list[Tensor]]:
         """Return the mean loss of samples, and their metrics in the order of :attr:`batch_metrics`."""

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -32,12 +33,11 @@ class _Terminal(Console):
     """A console whose words give no orders to the terminal, unlike the console's own colours and moves."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
+        return super().render_str(text if text.isprintable() else visible(text), **options)
 
 
-def terminal(**options: Any) -> Console:
-    """Return a console that prints words as they are, without markup, emoji or colours of its own."""
-    return _Terminal(soft_wrap=True, highlight=False, markup=False, emoji=False, **options)
+terminal = partial(_Terminal, soft_wrap=True, highlight=False, markup=False, emoji=False)
+"""A console that prints words as they are, without markup, emoji or colours of its own."""
 
 
 class Display:

@@ -33,8 +33,6 @@ def visible(text: str) -> str:
         >>> visible("loss\x1b[2J")
         'loss\\x1b[2J'
     """
-    if text.isprintable():
-        return text
     return "".join(each.encode("unicode_escape").decode() if _is_order(each) else each for each in text)
 
 

@@ -108,7 +108,7 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                 logged(log, run, display.warn) if log and ranks.first else nullcontext(lambda: None) as update,
                 display,
             ):
-                if run.evaluation_missing:
+                if resume is not None and run.evaluation_missing:
                     evaluate()
                 while not (ranks.any(interrupt.requested) or run.done):
                     run.train_step()

@@ -53,6 +53,7 @@ def resume() -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # then state is loaded by position
 @pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_edit_resumes_or_ends_in_one_message(every: int, invoke: Invoke) -> None:
     """Each value is missing once, and takes each 16th of the wrong values in turn, or all."""
@@ -82,6 +83,7 @@ def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke:
     assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output
 
 
+@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # then state is loaded by position
 @pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_edit_that_is_signed_resumes_or_ends_in_one_message(every: int, invoke: Invoke) -> None:
     """The digest has no key: each value takes each 16th of the wrong ones, or all, and a text also each name."""

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bighorn.arguments import integer
 from bighorn_workbench.builtin_tasks import fingerprint
 from bighorn_workbench.builtin_tasks.user import UserError
+from bighorn_workbench.checks import integer
 from bighorn_workbench.config import PRECISIONS, ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.history import History

@@ -6,6 +6,7 @@ Any object with the members of :class:`Task` is one, for ``--task FILE.py:NAME``
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -213,11 +214,10 @@ class Classification:
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the mean cross-entropy and the accuracy."""
         device = next(model.parameters()).device
-        sums = []
+        totals = torch.zeros(2, dtype=_widest(device), device=device)
         for inputs, targets in self.batches(split, TEST_BATCH, torch.Generator()):
             loss, metrics = self.loss(model, (inputs.to(device), targets.to(device)))
-            sums.append(len(inputs) * torch.stack([loss, metrics["accuracy"]]))
-        totals = sum(torch.stack(sums).cpu(), torch.zeros(2, dtype=torch.float64))
+            totals += len(inputs) * torch.stack([loss, metrics["accuracy"]]).to(totals)
         loss, accuracy = (totals / len(self.data[split][0])).tolist()
         return {"loss": loss, "accuracy": accuracy}
 
@@ -238,6 +238,17 @@ class Classification:
     def fingerprint(self) -> str:
         """Return a digest of the training data."""
         return digest(self.data["train"])
+
+
+@lru_cache
+def _widest(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums: float64, or what a device without it has in its place."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ascend converts float64 to float32, and warns
+            return torch.zeros((), dtype=torch.float64, device=device).dtype
+    except (TypeError, RuntimeError):  # Arc and Apple's GPUs
+        return torch.float32
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:

@@ -69,11 +69,22 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
     return {**by_tag, "skipped_steps": count}
 
 
-class SlowLayers:
-    """A watch for layers that LAMB moves too slowly since they started at zero, as `lora_B` does.
+HINTS = {
+    "lamb": "LAMB's trust ratio of each stays below {below:g}: it moves by lr times its own small norm. Exclude such "
+    'layers, as exclude_from_layer_adaptation=["lora_B"] does LoRA\'s, or by bighorn.groups.zero_initialized before '
+    "training",
+    "lars": "LARS's trust ratio of each, 1 in its first step, stays below {below:g} since: that step was too large. "
+    'Exclude biases and norms, with exclude_from_layer_adaptation="ndim<2"',
+}
+"""What is said of layers that started at zero, by algorithm."""
 
-    Such a layer moves by the learning rate times what it has become. The watch never makes a step wait: it keeps the
-    first step's norms on the device, and reads them with the first report.
+
+class SlowLayers:
+    """A watch for layers that started at zero: LAMB moves them too slowly, as `lora_B`, and LARS too far at first.
+
+    With LAMB such a layer moves by the learning rate times what it has become. With LARS the trust ratio of its first
+    step is 1, which is hundreds of times that of other layers. The watch never makes a step wait: it keeps the first
+    step's norms on the device, and reads them with the first report.
 
     Args:
         below: The trust ratio below which such a layer is slow. Default: 0.05.
@@ -101,15 +112,15 @@ class SlowLayers:
         self._zero: frozenset[str] | None = None
         self._reports: Counter[str] = Counter()
         self._told = False
+        self._hint: str | None = None
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Keep the norms of the first step that this is called after; only for LAMB a small trust ratio means slow."""
+        """Keep the norms of the first step that this is called after; CAME has no trust ratio."""
         if self._first is None:
             inner = _telemetric(optimizer)
-            last = inner.telemetry()
+            last, self._hint = inner.telemetry(), HINTS.get(inner.algorithm.name)
             if last.names:
-                lamb = inner.algorithm.name == "lamb"
-                self._first = (last.names, last.weight_norm.clone()) if lamb else ((), last.lr[:0])
+                self._first = (last.names, last.weight_norm.clone()) if self._hint else ((), last.lr[:0])
 
     def found(self, values: dict[str, float]) -> list[str]:
         """Return the layers that were slow in this report and the two before, and warn about the first of them once.
@@ -123,15 +134,10 @@ class SlowLayers:
         now = [name for name in self._zero or () if values.get(f"trust_ratio/{name}", 1.0) < self.below]
         self._reports = Counter({name: self._reports[name] + 1 for name in now})
         slow = sorted(name for name, reports in self._reports.items() if reports >= REPORTS)
-        if slow and not self._told:
+        if slow and self._hint and not self._told:
             self._told = True
             shown = ", ".join(slow[:3]) + (f" and {len(slow) - 3} others" if len(slow) > 3 else "")
-            warnings.warn(
-                f"{shown} started at zero, and LAMB's trust ratio of each stays below {self.below:g}: it moves by lr "
-                'times its own small norm. Exclude such layers, as exclude_from_layer_adaptation=["lora_B"] does '
-                "LoRA's, or by bighorn.groups.zero_initialized before training",
-                stacklevel=2,
-            )
+            warnings.warn(f"{shown} started at zero, and {self._hint.format(below=self.below)}", stacklevel=2)
         return slow
 
 

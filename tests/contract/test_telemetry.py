@@ -254,7 +254,7 @@ def test_slow_layers_that_started_at_zero_are_named_once(every: int) -> None:
         (Lamb, {"exclude_from_layer_adaptation": ["lora_B"]}),
         (Lamb, {"weight_norm_bounds": (1.0, 100.0)}),
         (Came, {}),
-        (Lars, {}),  # its ratio is small wherever the trust coefficient is
+        (Lars, {"exclude_from_layer_adaptation": ["lora_B"]}),
     ],
 )
 def test_layers_that_are_not_slow_are_not_named(kind: Kind, options: Any) -> None:
@@ -269,6 +269,14 @@ def test_layers_that_are_not_slow_are_not_named(kind: Kind, options: Any) -> Non
     train(net, optimizer, 6)
     handle.remove()
     assert seen == [[]] * 6
+
+
+def test_layers_whose_first_step_lars_took_with_a_ratio_of_1_are_named_once() -> None:
+    net, optimizer = adapted(Lars)
+    telemetry.log_every(optimizer, 1, lambda *_: None)
+    with pytest.warns(UserWarning, match=r"^lora_B.weight started at zero, and LARS's.*\"ndim<2\"$") as told:
+        train(net, optimizer, 12)
+    assert len(told) == 1
 
 
 def test_a_layer_that_recovers_is_not_slow() -> None:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
+from bighorn import kernels
 from tests.support.cases import Kind
 from tests.support.processes import group_of_one
 
@@ -100,6 +101,32 @@ def test_float8_weights(options: dict[str, Any], kind: Kind) -> None:
         torch.testing.assert_close(p, q)
     assert "group 0: reference 2 tensors" in optimizer.explain()
     assert "without memory" in optimizer.explain()
+
+
+def test_it_is_said_once_that_wrappers_are_stepped_slowly(kind: Kind) -> None:
+    kernels._warn_of.cache_clear()
+    params = [Parameter(Float8Weight(values(i))) for i in range(2)]
+    with pytest.warns(UserWarning, match=r"wrappers without memory of their own \(Float8Weight\)") as told:
+        train(kind, params, values)
+    assert len(told) == 1
+    train(kind, params, values, backend="reference")
+
+
+class NoNewTensors(Float8Weight):
+    """A wrapper of codes, as torchao's Int8QuantizedTrainingLinearWeight, that makes no tensors of other shapes."""
+
+    def new_zeros(self, *_: Any, **__: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_wrapper_of_which_no_state_can_be_made_is_named(kind: Kind) -> None:
+    wrapped, alone = Parameter(NoNewTensors(values(0))), Parameter(torch.ones(3))
+    optimizer = kind([("w", wrapped), ("b", alone)], lr=0.1)
+    wrapped.grad, alone.grad = values(1), torch.ones(3)
+    with pytest.raises(ValueError, match=r"^w is a NoNewTensors, of which no state of torch\.float32 can be made"):
+        optimizer.step()
+    assert alone.equal(torch.ones(3))
+    assert not optimizer.state
 
 
 def test_two_tensors(kind: Kind) -> None:

@@ -161,11 +161,30 @@ REFUSED = """
     from bighorn import Came, Lamb, shard_update
     from bighorn_workbench.ranks import end_process_group
 
+    class Shares(torch.optim.Optimizer):  # as FairScale's OSS
+        def __init__(self, params, optim, **options):
+            super().__init__(params, options)
+            groups = [group | {"params": group["params"][rank::2]} for group in self.param_groups]
+            self.optim = optim(groups, **options)
+
+    class Whole(torch.optim.Optimizer):  # as Lookahead and SAM
+        def __init__(self, params, optim, **options):
+            super().__init__(params, options)
+            self.optim = optim(self.param_groups, **options)
+
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for kind in (Lamb, Came):
         for option in (dict(max_grad_norm=0.5), dict(skip_nonfinite=True)):
+            Whole(net.parameters(), kind, lr=0.1, **option)
+            Shares(net.parameters(), kind, lr=0.1)
+            try:
+                Shares(net.parameters(), kind, lr=0.1, **option)
+            except ValueError as error:
+                assert "Shares gives each rank a part" in str(error), error
+            else:
+                raise AssertionError("it was not refused")
             for make, given, said in (
                 (kind, option, next(iter(option))),
                 (kind, dict(process_group=dist.group.WORLD, **option), next(iter(option))),

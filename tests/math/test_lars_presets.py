@@ -141,6 +141,7 @@ optimizer = Lars.like(
 TAIL = """
 Each row is [tested](preset-results.md) against the package or its formula, except where it says "Not as there". The
 scripts of Barlow Twins, VICReg and BYOL exclude vectors, which their optimizers do not by themselves: [LARS](lars.md).
+lightly's LARS (1.6.0) is that of `bolts`: a group without decay has no trust ratio.
 """
 
 

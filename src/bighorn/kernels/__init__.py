@@ -162,6 +162,12 @@ def pick(
     for name in BACKENDS:
         reason = _unsupported_reason(name, param, options, shard, solid)
         if not reason:
+            if name == SERVES_WRAPPERS and not solid and not param.is_meta:
+                _warn_of(
+                    f"weights that are wrappers without memory of their own ({type(param).__name__}) are stepped one "
+                    "at a time, by the reference, which is slower: explain() names them. "
+                    f'backend="{SERVES_WRAPPERS}" silences this warning.'
+                )
             return name, "; ".join(refusals) or "the fastest here"
         if name == "triton" and param.device.type in device.DEVICES and reason == device.broken(param.device):
             _warn_of(

@@ -180,11 +180,24 @@ def loaded_states(
             what = label_of(index, position, group.get("param_names"))
             algorithm.refuse_unfit(group, param, what)
             if isinstance(states.get(param), dict) and states[param]:
+                _refuse_strange(states[param], what)
                 spec = of_flat[position] if position in of_flat else algorithm.state_spec(group, param)
                 states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
                 steps = max(steps, float(states[param]["step"]))
         group.setdefault(COUNT, int(steps))  # checkpoints of other optimizers only count per parameter
     return states
+
+
+def _refuse_strange(state: Mapping[Any, Any], what: str) -> None:
+    """Raise for a state without a step count and a moment, whose entries would be kept and ignored."""
+    if any(name == "step" or str(name).startswith("exp_avg") for name in state):
+        return
+    tensors = [repr(name) for name, value in state.items() if isinstance(value, Tensor)]
+    if tensors:
+        raise ValueError(
+            f"the state of {what} has {' and '.join(tensors[:2])}, and no entry of Bighorn's: it is another "
+            "optimizer's, so load it into that one, or load the model alone"
+        )
 
 
 def only_initialises(params: Iterable[Tensor], plans: list[StepPlan]) -> bool:

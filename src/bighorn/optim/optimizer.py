@@ -138,6 +138,7 @@ class KernelOptimizer(Reports):
         self._forget()
         params, ordered = param_groups.split_order(params)
         params = param_groups.in_lists(params)
+        self._settings.refuse_rank_alone(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
         checked = checks.checked(self.algorithm.options, {**arguments, **self.algorithm.group_only})

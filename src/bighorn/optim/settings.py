@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from bighorn.arguments import choice, flag, max_norm
 from bighorn.kernels import BACKENDS
@@ -23,9 +23,6 @@ from bighorn.names import (
     needs_names,
     unwrapped,
 )
-
-ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"
-"""The module of torch's ZeroRedundancyOptimizer."""
 
 EXCLUSIONS = ("exclude_from_layer_adaptation", "exclude_from_weight_decay")
 
@@ -68,7 +65,6 @@ class Settings:
             raise ValueError(
                 "grad_norm_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
             )
-        settings.refuse_rank_alone()
         return settings
 
     @property
@@ -98,18 +94,19 @@ class Settings:
         saved = name != "grad_norm_group" or value is None
         return name in vars(self) and saved and bool(value == vars(self)[name])
 
-    def refuse_rank_alone(self) -> None:
-        """Raise if ZeroRedundancyOptimizer constructs the optimizer: each rank would use its own gradients alone.
+    def refuse_rank_alone(self, params: Sequence[Any]) -> None:
+        """Raise if a wrapper constructs the optimizer of one rank's share, whose own gradients alone it would use.
 
-        The wrapper calls a constructor with one rank's share of the parameters, which looks like a whole model, so the
-        callers are searched for it.
+        The share looks like a whole model, so the callers are searched for an optimizer that holds more parameters.
         """
-        if self.grad_norm_group is not None or not self.needs_all_grads or not _in_zero_redundancy_optimizer():
+        if self.grad_norm_group is not None or not self.needs_all_grads:
+            return
+        if (wrapper := _wrapper_with_more({id(tensor) for tensor in _tensors(params)})) is None:
             return
         raise ValueError(
-            f"{self.all_grads_option} would use the gradients of one rank alone, since ZeroRedundancyOptimizer gives "
-            "each rank a part of the parameters: use bighorn.shard_update(optimizer) with an optimizer that has this "
-            "option, or give the ranks as grad_norm_group=torch.distributed.group.WORLD"
+            f"{self.all_grads_option} would use the gradients of one rank alone, since {wrapper} gives each rank a "
+            "part of the parameters: use bighorn.shard_update(optimizer) with an optimizer that has this option, or "
+            "give the ranks as grad_norm_group=torch.distributed.group.WORLD"
         )
 
     def refuse_own(self, group: dict[str, Any], what: str) -> None:
@@ -174,11 +171,28 @@ OF_THE_WHOLE = frozenset(CHECKS)
 """The names of the options of the whole optimizer."""
 
 
-def _in_zero_redundancy_optimizer() -> bool:
-    """Whether a caller is torch's ZeroRedundancyOptimizer, with several ranks."""
-    if ZERO_REDUNDANCY not in sys.modules or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
+def _tensors(params: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among parameters, (name, parameter) pairs and groups."""
+    for item in params:
+        if isinstance(item, dict):
+            yield from _tensors(item.get("params", ()))
+        else:
+            yield item[1] if isinstance(item, tuple) and len(item) == 2 else item
+
+
+def _wrapper_with_more(params: set[int]) -> str | None:
+    """The class of an optimizer among the callers, such as torch's ZeroRedundancyOptimizer or FairScale's OSS.
+
+    It holds more than these parameters, and there are several ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != ZERO_REDUNDANCY:
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Optimizer):
+            held = {id(tensor) for tensor in _tensors(getattr(caller, "param_groups", ()))}
+            if params < held:
+                return type(caller).__name__
         frame = frame.f_back
-    return frame is not None
+    return None

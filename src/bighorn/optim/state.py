@@ -341,7 +341,7 @@ def init_or_validate_state(
         out["step"] = _no_steps(dense) if fresh else _count(out["step"], dense, what)
     for name, like in likes.items():
         if fresh or (name in AUX_STATE_NAMES and name not in out):
-            out[name] = spec[name].zeros(dense)
+            out[name] = _zeros(spec[name], dense, what)
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)
     missing = [name for name in ("step", *spec) if name not in out]
@@ -355,6 +355,17 @@ def init_or_validate_state(
         for name, each in spec.items():
             out[name] = sharding.distributed(out[name], param, each.dims, wholes[name], state.get(name))
     return out
+
+
+def _zeros(spec: StateTensorSpec, dense: Tensor, what: str) -> Tensor:
+    """Return a state tensor before the first step; a wrapper tensor may make none of another shape or dtype."""
+    try:
+        return spec.zeros(dense)
+    except (NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"{what} is a {type(dense).__name__}, of which no state of {spec.dtype} can be made"
+            f"{f': {error}' * bool(str(error))}. Keep the parameter in a floating dtype, or freeze it"
+        ) from error
 
 
 def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:

@@ -124,7 +124,9 @@ class RankSums(ABC):
         Raises:
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
-        digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=6).digest(), "big")
+        digest = int.from_bytes(
+            hashlib.blake2b("\n".join(lines).encode(errors="surrogatepass"), digest_size=6).digest(), "big"
+        )
         ends = torch.tensor([digest, -digest], device=self.device_type)
         most, least = self._all_reduce(ends, dist.ReduceOp.MAX).tolist()
         if most == -least:

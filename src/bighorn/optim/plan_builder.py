@@ -127,7 +127,7 @@ class PlanBuilder:
         used = view if name == kernels.SERVES_STRIDED else dense
         part = info.flat.part if info.flat else None
         binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts, turned)
-        bucket_plan.add(binding, mine, zlib.crc32(info.label.encode()))
+        bucket_plan.add(binding, mine, zlib.crc32(info.label.encode(errors="surrogatepass")))
         plain = not (info.stacked or info.flat or info.param.is_complex() or turned)
         bucket_plan.direct &= plain and used is view and not (grad.is_neg() or variant.centres)
         self.bindings.append((info, binding, bucket_plan))

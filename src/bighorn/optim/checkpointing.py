@@ -104,6 +104,8 @@ def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str
         current: The groups of the optimizer that it is loaded into.
     """
     groups = state_dict["param_groups"]
+    if [group.get("param_names") for group in groups] == [group.get("param_names") for group in current]:
+        return state_dict
     prefix = loaded_prefix(groups, current)
     theirs = [(i, unwrapped(name, prefix)) for i, group in enumerate(groups) for name in names_in(group)]
     ours = [(i, name) for i, group in enumerate(current) for name in names_in(group)]
@@ -177,10 +179,10 @@ def loaded_states(
     for index, (group, held) in enumerate(zip(groups, flat, strict=True)):
         steps, of_flat = 0.0, {} if held is None else state_specs(held, group, algorithm)
         for position, param in enumerate(group["params"]):
+            _refuse_strange(states.get(param), group, index, position)
             what = label_of(index, position, group.get("param_names"))
             algorithm.refuse_unfit(group, param, what)
             if isinstance(states.get(param), dict) and states[param]:
-                _refuse_strange(states[param], what)
                 spec = of_flat[position] if position in of_flat else algorithm.state_spec(group, param)
                 states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
                 steps = max(steps, float(states[param]["step"]))
@@ -188,12 +190,13 @@ def loaded_states(
     return states
 
 
-def _refuse_strange(state: Mapping[Any, Any], what: str) -> None:
+def _refuse_strange(state: object, group: Group, index: int, position: int) -> None:
     """Raise for a state without a step count and a moment, whose entries would be kept and ignored."""
-    if any(name == "step" or str(name).startswith("exp_avg") for name in state):
+    if not isinstance(state, dict) or any(name == "step" or str(name).startswith("exp_avg") for name in state):
         return
     tensors = [repr(name) for name, value in state.items() if isinstance(value, Tensor)]
     if tensors:
+        what = label_of(index, position, group.get("param_names"))
         raise ValueError(
             f"the state of {what} has {' and '.join(tensors[:2])}, and no entry of Bighorn's: it is another "
             "optimizer's, so load it into that one, or load the model alone"

@@ -10,7 +10,6 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -49,6 +48,7 @@ from bighorn.optim.step_options import (
     ScheduleStep,
     attach_all,
     attach_schedules,
+    refuse_unread,
     value_at,
 )
 from bighorn.optim.step_param import BegunStep, can_step, check_step_param
@@ -132,13 +132,12 @@ class KernelOptimizer(Reports):
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         if asked := checks.asked_for(unknown, OFF_IS_OURS):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
-        self._settings = Settings.of(arguments)
+        params, ordered = param_groups.split_order(params)
+        params = param_groups.in_lists(params)
+        self._settings = Settings.of(arguments, params)
         self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
         self._is_share = partial
         self._forget()
-        params, ordered = param_groups.split_order(params)
-        params = param_groups.in_lists(params)
-        self._settings.refuse_rank_alone(params)
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
         checked = checks.checked(self.algorithm.options, {**arguments, **self.algorithm.group_only})
@@ -234,8 +233,7 @@ class KernelOptimizer(Reports):
                 checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
-            with self._alone():
-                self._step(None)
+            self._step(None)
         except BaseException:
             # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -271,8 +269,7 @@ class KernelOptimizer(Reports):
         """
         if any(self._flat):
             raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
-        with self._alone():
-            self._step(parts, wait, stepped, square_sum)
+        self._step(parts, wait, stepped, square_sum)
 
     @eager
     @torch.no_grad()
@@ -327,19 +324,18 @@ class KernelOptimizer(Reports):
             return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Raise if another thread is in a step, since counts and moments of one of them would be lost."""
+    def _step(self, *parts_and_calls: Any) -> None:
+        """Take one step, as `_take_step`, unless another thread is in one: counts of one of them would be lost."""
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
             )
         try:
-            yield
+            self._take_step(*parts_and_calls)
         finally:
             self._lock.release()
 
-    def _step(
+    def _take_step(
         self,
         parts: list[list[Tensor]] | None,
         wait: PartCall = lambda _: None,
@@ -454,12 +450,11 @@ class KernelOptimizer(Reports):
         attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
         schedule = ScheduleStep(self.param_groups, self._scheduled)
         try:
+            if not self._agreed:
+                refuse_unread(self.param_groups, self._scheduled, self.defaults)
             if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
                 self._forget_plans()
             if not self._agreed:
-                for index, (group, own) in enumerate(zip(self.param_groups, self._scheduled, strict=True)):
-                    with checks.about(f"param_groups[{index}]"):
-                        param_groups.refuse_unread(group, own, self.defaults)
                 if any(self._flat) or sharding.any_distributed(self.in_order()):
                     infos = self._param_infos(self.param_groups)
                     check_agreement(infos, self.param_groups, self.algorithm.options, self._settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,25 +57,6 @@ def multiplier(group: Group, name: str) -> float:
     """The factor by which a group multiplies the schedule of an option."""
     given = [key for key in MULTIPLIERS[name] if group.get(key) is not None]
     return math.prod(number(key, group[key]) for key in given)
-
-
-def refuse_unread(group: Group, scheduled: Container[str], defaults: Group) -> None:
-    """Raise for a multiplier that nothing has read before the first step.
-
-    Raises:
-        ValueError: An option is still the optimizer's default, although the group has a multiplier of it.
-    """
-    for name, keys in MULTIPLIERS.items():
-        value = group[name]
-        if name in scheduled or (isinstance(value, Tensor) and value.device.type != "cpu"):
-            continue  # the host would wait for the value
-        if value != 0 and value == defaults.get(name) and multiplier(group, name) != 1:
-            key = next(key for key in keys if group.get(key) not in (None, 1))
-            raise ValueError(
-                f"{key}={group[key]!r} changes nothing, since no scheduler has multiplied {name}={float(value):g} by "
-                f"it: give {name} as a schedule of bighorn.schedules, which is multiplied by it, give the group "
-                f"{name}={float(value) * multiplier(group, name):g} itself, or remove {key}"
-            )
 
 
 def in_lists(params: Iterable[Any]) -> list[Any]:
@@ -283,8 +264,9 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
             **group,
         }
         check_keys(group, algorithm, "the group")
-        if "param_names" in group:
-            _checked_names(group.pop("param_names"), len(group["params"]), "")
+        names = group.pop("param_names", None)
+        if names is not None and names != current.get("param_names"):
+            _checked_names(names, len(group["params"]), "")
         if "param_names" in current:
             group["param_names"] = current["param_names"]
         version = group[VERSION]

@@ -58,13 +58,14 @@ class Settings:
     names: Annotated[Names | None, Option(check_names)]
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Settings:
+    def of(cls, arguments: Mapping[str, Any], params: Sequence[Any]) -> Settings:
         """Return the checked settings from a constructor's arguments; options that it does not have are None."""
         settings = cls(**{name: check(name, arguments.get(name)) for name, check in CHECKS.items()})
         if settings.grad_norm_group is not None and not settings.needs_all_grads:
             raise ValueError(
                 "grad_norm_group is only used by max_grad_norm and skip_nonfinite: set one of them, or leave it"
             )
+        settings.refuse_rank_alone(params)
         return settings
 
     @property

@@ -8,6 +8,7 @@ again at construction.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bighorn.arguments import StepFunction, about, checked, number
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_groups import COUNT, check_keys, multiplier
+from bighorn.optim.param_groups import COUNT, MULTIPLIERS, check_keys, multiplier
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
@@ -114,6 +115,29 @@ class ScheduleStep:
             group[COUNT] += 1
         for group, name, driven in self.driven:
             driven.left = group[name]
+
+
+def refuse_unread(groups: list[Group], scheduled: Sequence[Container[str]], defaults: Group) -> None:
+    """Raise for a multiplier that nothing has read before the first step.
+
+    Raises:
+        ValueError: An option is still the optimizer's default, although its group has a multiplier of it.
+    """
+    for index, (group, own) in enumerate(zip(groups, scheduled, strict=True)):
+        for name, keys in MULTIPLIERS.items():
+            value = group[name]
+            if name in own or not any(key in group for key in keys):
+                continue
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                continue  # the host would wait for the value
+            if value != 0 and value == defaults.get(name) and multiplier(group, name) != 1:
+                key = next(key for key in keys if group.get(key) not in (None, 1))
+                raise ValueError(
+                    f"param_groups[{index}]: {key}={group[key]!r} changes nothing, since no scheduler has multiplied "
+                    f"{name}={float(value):g} by it: give {name} as a schedule of bighorn.schedules, which is "
+                    f"multiplied by it, give the group {name}={float(value) * multiplier(group, name):g} itself, or "
+                    f"remove {key}"
+                )
 
 
 REMOVED = object()

@@ -24,7 +24,7 @@ from result_files import DOCS, RESULTS
 
 LR, BATCH_SIZE = 3e-4, 16
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "CAME as published": ("came", ()),
+    "CAME as published": ("came-published", ()),
     "CAME, bias_correction": ("came", ("bias_correction=True",)),
     "AdamW": ("adamw", ()),
 }

@@ -53,7 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 ADAPTERS: dict[str, Callable[..., Optimizer]] = {
     "lamb": lambda named, **form: Lamb(named, lr=0.005, exclude_from_layer_adaptation=["lora_B"], **form),
-    "came-corrected": lambda named, **form: Came(named, lr=0.008, bias_correction=True, **form),
+    "came": lambda named, **form: Came(named, lr=0.008, bias_correction=True, **form),
 }
 """The optimizers of adapters of rank 4, whose state has fewer bits although each tensor is small."""
 
@@ -74,7 +74,7 @@ def measure(data: dict[str, str], seeds: int, processes: int) -> list[dict[str, 
         for study, batch in STUDIES.items()
         for cell in equal_tuning.cells_of(study)[batch]
         for form, options in FORMS.items()
-        if cell.name in ("lamb", "came-corrected") and (study != "equal-lenet" or "weight_rounding" not in options)
+        if cell.name in ("lamb", "came") and (study != "equal-lenet" or "weight_rounding" not in options)
     ]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         runs = [
@@ -130,7 +130,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             words = f"{scale * away:+.{digits}f} +- {scale * half:.{digits}f}"
             words = f"**{words}**" if abs(away) > half else words
         task = {"equal-lenet": "LeNet, accuracy", "equal-characters": "GPT, loss", "lora": "LoRA, loss"}[row["study"]]
-        algorithm = {"lamb": "`Lamb`", "came-corrected": "`Came`"}[row["name"]]
+        algorithm = {"lamb": "`Lamb`", "came": "`Came`"}[row["name"]]
         lines.append(f"| {algorithm}, {task} | {row['form']} | {mean} ({low}-{high}) | {words} |")
     return "\n".join(lines) + "\n"
 

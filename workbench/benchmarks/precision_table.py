@@ -103,13 +103,13 @@ ROWS = [
     Row(Lamb, BFLOAT16, "master", None, f"{TEXT}/lamb-master", "nothing", "other code writes weights between steps"),
     Row(Lamb, BFLOAT16, "kahan", "int8", None, "as with int8 above", "only memory matters"),
     Row(Lamb, BFLOAT16, "nearest", "bfloat16", None, "what both lose", "only speed matters"),
-    Row(Came, FLOAT32, "nearest", None, f"{CAME}/came", "nothing", "half of AdamW's state is enough"),
+    Row(Came, FLOAT32, "nearest", None, f"{CAME}/came-published", "nothing", "half of AdamW's state is enough"),
     Row(
-        Came, FLOAT32, "nearest", "bfloat16", f"{CAME}/came-bf16",
+        Came, FLOAT32, "nearest", "bfloat16", f"{CAME}/came-published-bf16",
         "the momentum's last 16 bits", "you need a quarter of the memory",
     ),
     Row(
-        Came, FLOAT32, "nearest", "int8", "came-text-int8.json/came-int8",
+        Came, FLOAT32, "nearest", "int8", "came-published-int8-text.json/came-published-int8",
         "the momentum is off by at most 0.4% of its block's largest", "you need an eighth of the memory",
     ),
 ]  # fmt: skip

@@ -29,7 +29,7 @@ from bighorn_workbench.run import DivergedError, Run
 from bighorn_workbench.tasks import defaults
 from equal_tuning import cells_of
 
-NAMES = {"equal-characters": ("adamw", "lamb", "came-corrected", "adafactor"), "equal-gpt": ("nesterov", "lars")}
+NAMES = {"equal-characters": ("adamw", "lamb", "came", "adafactor"), "equal-gpt": ("nesterov", "lars")}
 """The optimizers by study: that of the smaller GPT has neither momentum nor LARS."""
 
 SEEDS = range(1, 6)
@@ -37,7 +37,7 @@ SEEDS = range(1, 6)
 EPS = {
     "adamw": ("eps=1e-6", "eps=1e-4"),
     "lamb": ("eps=1e-4", "eps=1e-2"),
-    "came-corrected": ("eps=(1e-30, 1e-14)", "eps=(1e-30, 1e-12)"),
+    "came": ("eps=(1e-30, 1e-14)", "eps=(1e-30, 1e-12)"),
     "adafactor": ("eps=(1.2e-5, 1e-3)", "eps=(1.2e-3, 1e-3)"),
     "lars": ("eps=1e-6", "eps=1e-4"),
 }
@@ -54,7 +54,7 @@ CHANGES = (
 )
 """In bf16 are weights, gradients and, of torch's optimizers, the state. Torch's round to the nearest alone."""
 
-OURS = ("lamb", "came-corrected", "lars")
+OURS = ("lamb", "came", "lars")
 WINDOW, SPIKE = 10, 1.2
 
 

@@ -554,7 +554,7 @@ def test_what_a_cell_comes_to() -> None:
 
 def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     wide = dataclasses.replace(
-        cell("came-corrected", 16384, 0.0002, 0.9),
+        cell("came", 16384, 0.0002, 0.9),
         trials=(dataclasses.replace(trial(0.0002, 0, 0.9, steps_to_target=None), seconds=12345.6),),
     )
     Console(width=WIDEST, soft_wrap=True).print(table_of(columns("accuracy", 0.95), [row(wide)]))
@@ -640,7 +640,7 @@ def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
         ("lamb", {"lr": 0.1}, ()),
         ("lamb", {"one_minus_beta2": 0.01}, ("betas=(0.9, 0.99)",)),
         ("adamw", {"one_minus_beta1": 0.05, "eps": 1e-4}, ("betas=(0.95, 0.999)", "eps=0.0001")),
-        ("came-corrected", {"one_minus_beta3": 0.001}, ("bias_correction=True", "betas=(0.9, 0.999, 0.999)")),
+        ("came", {"one_minus_beta3": 0.001}, ("betas=(0.9, 0.999, 0.999)",)),
         ("sgd", {"one_minus_momentum": 0.02}, ("momentum=0.98",)),
         ("lars", {"one_minus_momentum": 0.2, "eps": 1e-6}, ("momentum=0.8", "eps=1e-06")),
     ],
@@ -715,11 +715,29 @@ def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:
 
 def test_variants_take_part_with_their_own_options(invoke: Invoke) -> None:
     options = ["--batch-sizes", 256, "--epochs", 1, "--trials", 1, "--seeds", 1, "--processes", 1, "--json", "c.json"]
-    invoke("compare", "--optimizers", "came,came-int8,came-corrected", *options)
+    invoke("compare", "--optimizers", "came,came-int8,came-published", *options)
     cells = {cell["name"]: cell for cell in json.loads(Path("c.json").read_text())["cells"]}
-    assert list(cells) == ["came", "came-int8", "came-corrected"]
-    assert [cell["config"]["optimizer"] for cell in cells.values()] == ["came"] * 3
+    assert list(cells) == ["came", "came-int8", "came-published"]
+    assert [cell["config"]["optimizer"] for cell in cells.values()] == ["came", "came", "came-published"]
     assert cells["came-int8"]["config"]["state_dtype"] == "int8"
     assert cells["came-int8"]["state_bytes"] < cells["came"]["state_bytes"]
-    assert cells["came-corrected"]["config"]["optimizer_option"][0] == "bias_correction=True"
     assert len({cell["loss"]["mean"] for cell in cells.values()}) == 3
+
+
+def test_the_help_says_what_each_contestant_is(invoke: Invoke) -> None:
+    output = invoke("compare", "--help").output
+    _, _, table = output.partition("Names for --optimizers:")
+    described = dict(re.findall(r"^  ([a-z0-9-]+) {2,}(\S.*)$", table, re.MULTILINE))
+    assert list(described) == list(CONTESTANTS)
+    assert described["came-published"].startswith("came by the paper's rule")
+    assert all(text not in described.values() for text in CONTESTANTS)
+
+
+@for_every(
+    ("old", "new"),
+    [("came-corrected", "came"), ("came-corrected-int8", "came-int8"), ("came-small-corrected", "came-small")],
+)
+def test_an_old_name_is_refused_with_the_new_one(invoke: Invoke, old: str, new: str) -> None:
+    refused = f"no '{old}' here; its name is {new} now."
+    assert f"--optimizers: {refused}" in invoke("compare", "--optimizers", f"lamb,{old}", code=1).output
+    assert f"--space: {refused}" in invoke("compare", "--optimizers", new, "--space", f"{old}.lr=0.1", code=1).output

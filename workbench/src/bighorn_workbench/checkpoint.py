@@ -19,7 +19,7 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults, map_tensors
 from bighorn_workbench.values import device_package
 
-FORMAT = "bighorn checkpoint 4"
+FORMAT = "bighorn checkpoint 5"
 PARTS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
 """What a checkpoint has beside its format and its digest."""
 ELSEWHERE = ("data", "device", "threads")

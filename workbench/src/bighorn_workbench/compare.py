@@ -22,7 +22,7 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import failed, log_option, opened
 from bighorn_workbench.metrics import metric_text
-from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
+from bighorn_workbench.optimizers import ABOUT, CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
@@ -47,7 +47,7 @@ class CompareConfig(Options):
 
     task: str = option("digits", TASK_HELP, kind=TaskName())
     data: str | None = option(None, DATA_HELP, shown="what comes with the task")
-    optimizers: str | None = option(None, f"Optimizers, of {', '.join(CONTESTANTS)}.", shown="lamb,adamw")
+    optimizers: str | None = option(None, "Optimizers, by their names below.", shown="lamb,adamw")
     batch_sizes: str | None = option(
         None,
         "Batch sizes.",
@@ -116,6 +116,7 @@ class CompareConfig(Options):
 
 @click.command(
     cls=Command,
+    names={"--optimizers": ABOUT},
     epilog="Example: bighorn compare --optimizers lamb,adamw --batch-sizes 64,512 --study digits.study --report c.html",
 )
 @config_options(CompareConfig)

@@ -62,7 +62,10 @@ class RunConfig(Options):
     task: str = option("digits", TASK_HELP, kind=TaskName())
     data: str | None = option(None, DATA_HELP, shown="what comes with the task")
     optimizer: str = option(
-        "lamb", "Bighorn's lamb, came or lars, or one of torch's as a baseline.", choices=tuple(OPTIMIZERS)
+        "lamb",
+        "Bighorn's lamb, came or lars, or one of torch's as a baseline. came has bias_correction=True; came-published "
+        "is the paper's rule.",
+        choices=tuple(OPTIMIZERS),
     )
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"), check=COUNT)
     lr: float | None = option(

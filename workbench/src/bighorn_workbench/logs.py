@@ -12,6 +12,7 @@ import click
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.errors import InputError, visible
 from bighorn_workbench.history import History
+from bighorn_workbench.options import Name
 from bighorn_workbench.run import Run
 
 LOGS = ("tensorboard", "wandb")
@@ -24,7 +25,7 @@ def _installed(ctx: click.Context, param: click.Parameter, kind: str | None) -> 
 
 
 log_option = click.option(
-    "--log", type=click.Choice(LOGS), callback=_installed, help="Write the figures there too: runs/ is TensorBoard's."
+    "--log", type=Name(LOGS), callback=_installed, help="Write the figures there too: runs/ is TensorBoard's."
 )
 
 

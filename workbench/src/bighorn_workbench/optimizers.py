@@ -1,7 +1,7 @@
 """The optimizers of ``--optimizer``, each with its defaults. A new one needs one entry."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ TRUST_RATIO = Metric(
 CONFIDENCE = Metric(
     "confidence",
     "confidence",
-    "CAME multiplies lr by it: about 50 at first, 1 with bias_correction=True,\n  millions where gradients are still 0",
+    "CAME multiplies lr by it: about 1, with came-published 50 at first,\n  millions where gradients are still 0",
     "Effective learning rate by layer",
     "Learning rate x mean confidence, what CAME multiplies its momentum with: large where the momentum predicts well, "
     "and beyond measure while elements have met no gradient yet, as behind dead units.",
@@ -79,6 +79,7 @@ class Recipe:
     """The construction of an optimizer, and its defaults.
 
     Attributes:
+        about: What it is, in one line.
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
         space: The options that ``bighorn compare`` searches, each from its lowest to its highest value.
@@ -88,6 +89,7 @@ class Recipe:
         metrics: The values of its telemetry that the history keeps for each layer.
     """
 
+    about: str
     lr: float
     weight_decay: float
     space: Mapping[str, tuple[float, float]]
@@ -104,8 +106,19 @@ WITH_MOMENTUM = {"warmup": WARMUP, "one_minus_momentum": (0.01, 0.5)}
 ADAM_DEFAULTS = {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "eps": 1e-8}
 MOMENTUM = {"one_minus_momentum": 0.1}
 
+CAME = Recipe(
+    "confidence-guided, factored second moment (arXiv:2307.02047), with bias_correction=True",
+    0.001,
+    0.01,
+    {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), **WITH_BETA2},
+    {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "one_minus_beta3": 0.0001},
+    partial(Came, bias_correction=True),
+    (CONFIDENCE, UPDATE_RMS),
+)
+
 OPTIMIZERS = {
     "lamb": Recipe(
+        "Adam with a trust ratio for each layer (arXiv:1904.00962)",
         0.03,
         0.01,
         {"lr": (0.002, 0.5), "weight_decay": (0.001, 0.3), **WITH_BETA2},
@@ -113,15 +126,10 @@ OPTIMIZERS = {
         Lamb,
         (TRUST_RATIO,),
     ),
-    "came": Recipe(
-        0.001,
-        0.01,
-        {"lr": (0.0001, 0.03), "weight_decay": (0.001, 0.3), **WITH_BETA2},
-        {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "one_minus_beta3": 0.0001},
-        Came,
-        (CONFIDENCE, UPDATE_RMS),
-    ),
+    "came": CAME,
+    "came-published": replace(CAME, about="came by the paper's rule, whose first steps are too large", build=Came),
     "lars": Recipe(
+        "SGD with a trust ratio for each layer (arXiv:1708.03888)",
         2.0,
         0.01,
         {"lr": (0.2, 50.0), "weight_decay": (0.0001, 0.1), **WITH_MOMENTUM},
@@ -130,6 +138,7 @@ OPTIMIZERS = {
         (TRUST_RATIO,),
     ),
     "adamw": Recipe(
+        "torch.optim.AdamW",
         0.003,
         0.01,
         {"lr": (0.0003, 0.1), "weight_decay": (0.001, 0.3), **WITH_BETA2},
@@ -137,13 +146,24 @@ OPTIMIZERS = {
         partial(torch.optim.AdamW, fused=True),
     ),
     "adam": Recipe(
-        0.003, 0.0, {"lr": (0.0003, 0.1), **WITH_BETA2}, ADAM_DEFAULTS, partial(torch.optim.Adam, fused=True)
+        "torch.optim.Adam, without weight decay",
+        0.003,
+        0.0,
+        {"lr": (0.0003, 0.1), **WITH_BETA2},
+        ADAM_DEFAULTS,
+        partial(torch.optim.Adam, fused=True),
     ),
     "adafactor": Recipe(
-        0.05, 0.01, {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP}, {}, torch.optim.Adafactor
+        "torch.optim.Adafactor",
+        0.05,
+        0.01,
+        {"lr": (0.003, 1.0), "weight_decay": (0.001, 0.3), "warmup": WARMUP},
+        {},
+        torch.optim.Adafactor,
     ),
     # Not fused: on the CPU that does not change bf16 parameters (https://github.com/pytorch/pytorch/issues/191763).
     "sgd": Recipe(
+        "torch.optim.SGD with momentum",
         0.1,
         0.0005,
         {"lr": (0.01, 3.0), "weight_decay": (0.00005, 0.01), **WITH_MOMENTUM},
@@ -152,38 +172,64 @@ OPTIMIZERS = {
     ),
 }
 
-OWN = [name for name, recipe in OPTIMIZERS.items() if recipe.build in KINDS]
+OWN = [name for name, recipe in OPTIMIZERS.items() if getattr(recipe.build, "func", recipe.build) in KINDS]
 """Bighorn's own, which have ``--backend`` and ``--state-dtype``, and clip gradients themselves."""
 
-STOCHASTIC = "weight_rounding=stochastic"
-SMALL = {"state_dtype": "int8", "precision": "bf16"}
-"""The options of what needs the least memory, which ``STOCHASTIC`` completes."""
+RECURRENT = "exclude_from_layer_adaptation=['weight_hh']"
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"came-{dtype}": {"optimizer": "came", "state_dtype": dtype} for dtype in NARROW},
-    "came-corrected": {"optimizer": "came", "optimizer_option": ("bias_correction=True",)},
-    "came-corrected-int8": {"optimizer": "came", "state_dtype": "int8", "optimizer_option": ("bias_correction=True",)},
-    "came-small": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC,)},
-    "came-small-corrected": {**SMALL, "optimizer": "came", "optimizer_option": (STOCHASTIC, "bias_correction=True")},
-    "lars-int8": {"optimizer": "lars", "state_dtype": "int8"},
-    "nesterov": {"optimizer": "sgd", "optimizer_option": ("nesterov=True",)},
-    "lambc": {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
-    "lamb-clipped": {"optimizer": "lamb", "max_grad_norm": 1.0},
-    "lamb-warm": {"optimizer": "lamb", "warmup": "40%"},
-    "lamb-free": {"optimizer": "lamb", "optimizer_option": ("exclude_from_layer_adaptation=['weight_hh']",)},
-    **{f"lamb-{dtype}": {"optimizer": "lamb", "state_dtype": dtype} for dtype in NARROW},
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
-        f"lamb-{way}": {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)}
+        f"{name}-{dtype}": (f"{name} with its momentum in {dtype}", {"optimizer": name, "state_dtype": dtype})
+        for name in ("came", "came-published")
+        for dtype in NARROW
+    },
+    "came-small": (
+        "came in the least memory: weights in bf16, rounded stochastically, and its momentum in int8",
+        {
+            "optimizer": "came",
+            "state_dtype": "int8",
+            "precision": "bf16",
+            "optimizer_option": ("weight_rounding=stochastic",),
+        },
+    ),
+    "lars-int8": ("lars with its momentum in int8", {"optimizer": "lars", "state_dtype": "int8"}),
+    "nesterov": ("sgd with Nesterov's momentum", {"optimizer": "sgd", "optimizer_option": ("nesterov=True",)}),
+    "lambc": (
+        "lamb with trust ratios of at most 1",
+        {"optimizer": "lamb", "optimizer_option": ("trust_ratio_bounds=(0, 1)",)},
+    ),
+    "lamb-clipped": ("lamb with gradients clipped to a norm of 1", {"optimizer": "lamb", "max_grad_norm": 1.0}),
+    "lamb-warm": ("lamb with a warm-up of 40% of the run", {"optimizer": "lamb", "warmup": "40%"}),
+    "lamb-free": (
+        "lamb without a trust ratio on the recurrent weights of an LSTM",
+        {"optimizer": "lamb", "optimizer_option": (RECURRENT,)},
+    ),
+    **{
+        f"lamb-{dtype}": (f"lamb with its moments in {dtype}", {"optimizer": "lamb", "state_dtype": dtype})
+        for dtype in NARROW
+    },
+    **{
+        f"lamb-{way}": (
+            f"lamb with weights in bf16 and weight_rounding={way}",
+            {"optimizer": "lamb", "precision": "bf16", "optimizer_option": (f"weight_rounding={way}",)},
+        )
         for way in ROUNDINGS
     },
 }
-"""More names for ``bighorn compare --optimizers``: optimizers with options that are not their defaults.
+"""More names for ``bighorn compare --optimizers``: what each is, and the options that are not its optimizer's own."""
 
-``lamb-free`` has no trust ratio on an LSTM's recurrent weights. ``lamb-nearest`` to ``lamb-master`` have weights in
-bf16, and are named after their rounding mode.
-"""
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
+    **{name: options for name, (_, options) in VARIANTS.items()},
+}
 
-CONTESTANTS: dict[str, dict[str, Any]] = {name: {"optimizer": name} for name in OPTIMIZERS} | VARIANTS
+ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
+    name: text for name, (text, _) in VARIANTS.items()
+}
+"""What each contestant is, in one line."""
+
+RENAMED = {"came-corrected": "came", "came-corrected-int8": "came-int8", "came-small-corrected": "came-small"}
+"""The new names of contestants, by names that they no longer have."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import shlex
 import typing
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from bighorn_workbench.checks import integer, number
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.values import suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,6 +35,16 @@ class FilePath(click.Path):
 FILE = FilePath()
 
 
+class Name(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no argument for it
+    """One of some names. The error of another one suggests the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a name as it is."""
+        if value not in self.choices:
+            self.fail(f"no {value!r} here; {suggestion(value, self.choices)}", param, ctx)
+        return value
+
+
 SECTIONS = {
     "Model and data": "task data table shapes model hf_config seed",
     "Optimizer": "optimizer optimizers optimizer_option space lr lr_scaling lr_min lr_max warmup schedule weight_decay "
@@ -47,7 +58,11 @@ SECTIONS = {
 
 
 class Command(click.Command):
-    """A command whose help has its options under headings."""
+    """A command whose help has its options under headings, and then ``names`` of an option with what each is."""
+
+    def __init__(self, *args: Any, names: Mapping[str, Mapping[str, str]] | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.names = names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse; of an unknown option, name those that are near by their letters, not by the dashes before them."""
@@ -68,6 +83,9 @@ class Command(click.Command):
                     formatter.write_dl(mine)
         with formatter.section("Other"):
             formatter.write_dl([record for record in records.values() if record])
+        for flag, about in self.names.items():
+            with formatter.section(f"Names for {flag}"):
+                formatter.write_dl(list(about.items()))
 
 
 MOST = 3.4e38
@@ -153,7 +171,7 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
             plain = next(iter(typing.get_args(hint)), hint)  # int of `int | None`, str of `tuple[str, ...]`
             command = click.option(
                 flag_of(field.name),
-                type=None if hint is bool else kind or (click.Choice(choices) if choices else plain),
+                type=None if hint is bool else kind or (Name(choices) if choices else plain),
                 is_flag=hint is bool,
                 default=field.default,
                 multiple=isinstance(field.default, tuple),

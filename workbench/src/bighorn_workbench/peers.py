@@ -76,6 +76,8 @@ def ours(algorithm: type[Lamb | Came | Lars], backend: str = "auto", **options: 
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
         dtype = params[0].dtype
         chosen = {"backend": backend, "state_dtype": torch.bfloat16 if dtype == torch.bfloat16 else None, **options}
+        if algorithm is Came:
+            chosen.setdefault("bias_correction", True)  # the rule of the name `came` in all commands
         if dtype == torch.float64:  # to which errors are relative
             chosen |= {"state_dtype": None, "weight_rounding": "nearest"}
         return algorithm(params, lr=lr, weight_decay=WEIGHT_DECAY, max_grad_norm=clip, **chosen)

@@ -15,6 +15,7 @@ import torch
 
 from bighorn import FixedScale, WindowScale
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.optimizers import RENAMED
 
 Number = TypeVar("Number", int, float)
 
@@ -90,9 +91,17 @@ def check_name(flag: str, name: str, known: Collection[str]) -> None:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the name in ``known`` that is nearest to a wrong one, or all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+    """Return the new name of a contestant, or the name in ``known`` nearest to a wrong one, or else all of them.
+
+    Example:
+        >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("came-corrected", ["came"])
+        ('did you mean adamw?', 'its name is came now.')
+    """
+    if RENAMED.get(name) in known:
+        return f"its name is {RENAMED[name]} now."
+    lowered = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(known)}."
 
 
 def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from bighorn_workbench.builtin_tasks.mnist import Mnist
 from bighorn_workbench.builtin_tasks.text import Text
 from bighorn_workbench.builtin_tasks.user import UserTask, imported, member, user_call
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.options import Name
 from bighorn_workbench.tasks import Task, digest, epoch_seed, tensors_in
 
 __all__ = ["TASKS", "TaskName", "fingerprint", "load", "model_of"]
@@ -22,7 +23,7 @@ TASKS: Mapping[str, Callable[[str | None], Task]] = {"digits": Digits, "text": T
 PLACES = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 
 
-class TaskName(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no argument for it
+class TaskName(Name):
     """The name of a built-in task, or the place of another."""
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def test_an_example_runs(invoke: Invoke, name: str, packages: tuple[str, ...], d
     invoke("train", "--task", f"{source.parent}/{name}", *words, "--steps", 2, "--batch-size", 4, "--json", "run.json")
     history = json.loads(Path("run.json").read_text())["history"]
     assert len(history["loss"]) == 2
-    assert history["tests"]
+    assert history["evaluations"]
 
 
 def test_studies_are_functions_too(tmp_path: Path) -> None:

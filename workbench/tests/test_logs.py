@@ -46,10 +46,12 @@ def test_every_step_and_evaluation_of_a_training_is_logged(invoke: Invoke, runs:
     invoke(*TRAIN, "--log", "wandb")
     (run,) = runs
     history = json.loads(Path("run.json").read_text())["history"]
-    assert [step for step, _ in run.values] == list(range(1, len(history["loss"]) + 1))
-    assert [values["train/loss"] for _, values in run.values] == history["loss"]
-    tests = [[step, values["test/accuracy"]] for step, values in run.values if "test/accuracy" in values]
-    assert tests == [[step, found["accuracy"]] for step, found in history["tests"]]
+    *steps, test = run.values
+    assert [step for step, _ in steps] == list(range(1, len(history["loss"]) + 1))
+    assert [values["train/loss"] for _, values in steps] == history["loss"]
+    logged = [[step, values[key]] for step, values in run.values if (key := "validation/accuracy") in values]
+    assert logged == [[step, found["accuracy"]] for step, found in history["evaluations"]]
+    assert test == (len(history["loss"]), {f"test/{name}": value for name, value in history["test"].items()})
     assert (run.config["optimizer"], run.open) == ("lamb", False)
 
 

@@ -86,10 +86,10 @@ def test_a_task_trains_and_is_written_down(invoke: Invoke, mine: str) -> None:
     place = f"{mine}.py:Circles"
     output = invoke("train", "--task", place, "--report", "run.html", "--json", "run.json").output
     assert f"{place}: Points inside and outside of a circle; " in output
-    assert "test error" in output
+    assert "val error" in output
     result = json.loads(Path("run.json").read_text())["result"]
     assert result["steps"] == 26  # 200 samples have 13 batches, the last one of 8
-    assert result["best_test_error"] <= result["test_error"] < 0.45
+    assert result["best_validation_error"] <= result["validation_error"] == result["test_error"] < 0.45
     assert "test_loss" not in result
     page = assert_self_contained(Path("run.html"))
     assert page.tags.count("svg") == 2 * 4  # loss, error, trust ratios, learning rate
@@ -398,11 +398,15 @@ WAYS_OUT = {
 """,
     "an evaluation exits": """
     def evaluate(self, model, split):
-        return sys.exit() if self.count() == 5 else super().evaluate(model, split)
+        return sys.exit() if self.count() == 6 else super().evaluate(model, split)
 """,
     "an evaluation exits that is the last": """
     def evaluate(self, model, split):
-        return sys.exit() if self.count() == 11 else super().evaluate(model, split)
+        return sys.exit() if self.count() == 12 else super().evaluate(model, split)
+""",
+    "the last evaluation exits, on test data": """
+    def evaluate(self, model, split):
+        return sys.exit() if self.count() == 13 else super().evaluate(model, split)
 """,
 }
 
@@ -421,7 +425,9 @@ def test_a_way_out_of_a_task_is_named_and_what_was_done_is_kept(invoke: Invoke, 
     assert_self_contained(Path("run.html"))
     path.write_text(CODE + ENDING + WAYS_OUT[way].replace(" == ", " < 0 == "))
     invoke(*resuming(output))
-    assert [step for step, _ in json.loads(Path("run.json").read_text())["history"]["tests"]][-1] == 26
+    history = json.loads(Path("run.json").read_text())["history"]
+    assert [step for step, _ in history["evaluations"]][-1] == 26
+    assert history["test"].keys() == {"error"}
 
 
 def test_a_ctrl_c_stays_one() -> None:
@@ -459,7 +465,7 @@ class Named(Circles):
         for report in ("r.html", "c.html"):
             page = assert_self_contained(Path(report))
             assert not [name for name in page.attributes if name.startswith("on")]
-        assert json.loads(Path("r.json").read_text())["history"]["tests"][0][1].keys() == {name}
+        assert json.loads(Path("r.json").read_text())["history"]["evaluations"][0][1].keys() == {name}
 
 
 def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
@@ -472,13 +478,33 @@ def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
     assert "of the runs are in" not in invoke(*command).output
 
 
-def test_a_comparison_needs_a_split_to_choose_on(invoke: Invoke, mine: str) -> None:
+def test_runs_need_a_split_to_be_judged_by_before_the_test(invoke: Invoke, mine: str) -> None:
     path = Path(f"{mine}.py")
     path.write_text(CODE.replace('("train", "validation", "test")', '("train", "test")'))
-    output = invoke("compare", "--task", f"{mine}.py:Circles", code=1).output
-    assert "batches was called with ('validation', 16, Generator), and failed" in output
-    assert "give the task one, or a method held_out()" in output
-    invoke("train", "--task", f"{mine}.py:Circles", "--steps", 1)
+    for command in ("compare", "train"):
+        output = invoke(command, "--task", f"{mine}.py:Circles", code=1).output
+        assert "batches was called with ('validation', 16, Generator), and failed" in output
+        assert "give the task one, or a method held_out()" in output
+    invoke("lr-find", "--task", f"{mine}.py:Circles", "--steps", 20)
+
+
+def test_the_test_data_are_looked_at_once_after_all_steps(invoke: Invoke, mine: str) -> None:
+    """The two tasks tell how often each split was evaluated; the trial of the task does so once with each."""
+    Path(f"{mine}.py").write_text(f"""{CODE}
+class Counting(Circles):
+    evaluated = []
+    def evaluate(self, model, split):
+        self.evaluated.append(split)
+        return {{"error": float(len(self.evaluated))}}
+""")
+    invoke("train", "--task", f"{mine}.py:Counting", "--json", "r.json", "--save", "r.pt")
+    evaluated = sys.modules[mine].Counting.evaluated
+    assert evaluated == ["test", "validation", *["validation"] * 10, "test"]
+    result = json.loads(Path("r.json").read_text())["result"]
+    assert (result["validation_error"], result["best_validation_error"], result["test_error"]) == (12, 3, 13)
+    invoke("train", "--resume", "r.pt", "--task", f"{mine}.py:Counting")
+    again = sys.modules[mine].Counting.evaluated  # the file is imported anew
+    assert again == ["test", "validation"]  # of the trial alone: the test is in the checkpoint
 
 
 def test_held_out_data_may_be_a_task_of_their_own(invoke: Invoke, mine: str) -> None:
@@ -492,6 +518,7 @@ class Two(Circles):
     def held_out(self): return """
     path.write_text(own + "Two(held=True)\n")
     assert "sgd at batch 16: lr 0.1" in invoke("compare", "--task", f"{mine}.py:Two", *options).output
+    assert "Test error" in invoke("train", "--task", f"{mine}.py:Two").output
     path.write_text(own + "Two()\n")
     output = invoke("compare", "--task", f"{mine}.py:Two", *options, code=1).output
     assert f"{mine}.py:Two.held_out(): batches was called with ('validation', 16, Generator)" in output

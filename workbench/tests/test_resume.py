@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bighorn_workbench.checkpoint import digest
+from bighorn_workbench.checkpoint import FORMAT, digest
 from bighorn_workbench.ranks import Interrupt
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, resuming, write_idx
@@ -53,12 +53,12 @@ def assert_same(left: Any, right: Any, where: str = "checkpoint") -> None:
 def test_resumed_is_bitwise_the_uninterrupted_run(
     invoke: Invoke, interrupt_after: Callable[[int], None], optimizer: str, precision: str
 ) -> None:
-    # An epoch has 11.2 batches, so step 17 is in the second one, between two evaluations; dropout is on.
+    # An epoch has 9.0 batches, so step 17 is in the second one, between two evaluations; dropout is on.
     options = ["--optimizer", optimizer, "--precision", precision, "--epochs", 3, "--threads", 1, "--seed", 5]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(17)
     result = invoke("train", *options, "--save", "parts.pt", code=130)
-    assert "Interrupted after step 17 of 33" in result.output
+    assert "Interrupted after step 17 of 26" in result.output
     assert content(Path("parts.pt"))["run"]["step"] == 17
     interrupt_after(25)
     assert "Interrupted after step 25" in invoke("train", "--resume", "parts.pt", code=130).output
@@ -125,7 +125,7 @@ def test_a_finished_run_resumes_to_its_report(invoke: Invoke) -> None:
     invoke("train", "--epochs", 1, "--save", "run.pt")
     before = content(Path("run.pt"))
     output = invoke("train", "--resume", "run.pt", "--report", "run.html").output
-    assert "resumed after step 11, its last one: nothing is left to train" in output
+    assert "resumed after step 8, its last one: nothing is left to train" in output
     assert "bighorn train --resume run.pt" in Path("run.html").read_text()
     assert_same(content(Path("run.pt")), before)
 
@@ -219,7 +219,7 @@ def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "was-here"),)
 
-    torch.save({"format": "bighorn checkpoint 4", "config": Malicious()}, "evil.pt")
+    torch.save({"format": FORMAT, "config": Malicious()}, "evil.pt")
     assert "damaged or not a checkpoint" in invoke("train", "--resume", "evil.pt", code=1).output
     assert not (tmp_path / "was-here").exists()
 

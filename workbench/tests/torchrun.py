@@ -52,6 +52,6 @@ def assert_same_run(ours: Path, theirs: Path, coarse: bool) -> None:
     for metric, rows in one["metrics"].items():
         for mine, exact in zip(several["metrics"][metric], rows, strict=True):
             assert mine == pytest.approx(exact, rel=0.05 if coarse else 5e-3)
-    for (step, mine), (other, exact) in zip(several["tests"], one["tests"], strict=True):
+    for (step, mine), (other, exact) in zip(several["evaluations"], one["evaluations"], strict=True):
         assert step == other
         assert mine == pytest.approx(exact, rel=2e-3 if coarse else 1e-3, abs=0.006 if coarse else 0)

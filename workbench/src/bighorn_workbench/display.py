@@ -54,7 +54,7 @@ class Display:
         self.run, self.console, self._warnings = run, console, warnings
         self._line = run.step, seconds
         label = SHORT.get(run.task.metric, run.task.metric)
-        self._labels = f" {label:>6}", f" {'test ' + label:>8}"
+        self._labels = f" {label:>6}", f" {'val ' + label:>8}"
         self._refreshed = 0.0
         self._first: list[float] = []
         self._live: Live | None = None
@@ -78,8 +78,8 @@ class Display:
             for metric in self.run.metrics[:1]:
                 self.console.print(f"{metric.label}: of the lowest/median/highest layer", style="dim")
                 self.console.print(f"  {metric.short}", style="dim")
-            own, test = self._labels
-            header = f"{'epoch':>6}{'step':>7}{'loss':>9}{own}{'test loss':>11}{test}{'lr':>9}{'per s':>7}"
+            own, val = self._labels
+            header = f"{'epoch':>6}{'step':>7}{'loss':>9}{own}{'val loss':>10}{val}{'lr':>9}{'per s':>7}"
             self.console.print("  ".join([header, *label]), style="dim")
         if self._live is not None:
             self._live.start()
@@ -122,15 +122,15 @@ class Display:
         """Print the line of the last evaluation; training loss and metric are means since the previous line."""
         run, history, metric = self.run, self.run.history, self.run.task.metric
         count = max(1, run.step - self._line[0])  # none since a run was resumed whose evaluation had failed
-        _, found = history.tests[-1]
+        _, found = history.evaluations[-1]
         of_batches = history.batch_metrics.get(metric)
         mean = None if of_batches is None else sum(of_batches[-count:]) / count
-        own_width, test_width = map(len, self._labels)
-        own, test = f"{metric_text(metric, mean):>{own_width}}", f"{metric_text(metric, found[metric]):>{test_width}}"
+        own_width, val_width = map(len, self._labels)
+        own, val = f"{metric_text(metric, mean):>{own_width}}", f"{metric_text(metric, found[metric]):>{val_width}}"
         epoch = f"{'-':>6}" if run.epoch is None else f"{run.epoch:6.2f}"
-        test_loss = f"{found['loss']:11.4f}" if "loss" in found else f"{'-':>11}"
+        val_loss = f"{found['loss']:10.4f}" if "loss" in found else f"{'-':>10}"
         self.console.print(
-            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{own}{test_loss}{test}"
+            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{own}{val_loss}{val}"
             f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip()
         )
         self._line = run.step, history.seconds

@@ -16,7 +16,8 @@ class History:
         lr: Learning rate of each step.
         scale: Loss scale of each step; empty without loss scaling.
         skipped: The steps, counted from 1, that changed nothing because gradients overflowed.
-        tests: Evaluations, ``(step, metrics by name)``.
+        evaluations: Evaluations on the way, ``(step, metrics by name)``.
+        test: Metrics on the test data after the last step; empty before.
         layers: Names of the matrices, for which metrics are kept; empty for optimizers without metrics.
         metric_steps: The steps, counted from 1, whose metrics were kept.
         metrics: One value per layer for each of these steps, by the name of the metric.
@@ -29,12 +30,18 @@ class History:
     lr: list[float] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
-    tests: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    test: dict[str, float] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
     metric_steps: list[int] = field(default_factory=list)
     metrics: dict[str, list[list[float]]] = field(default_factory=dict)
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
+
+    @property
+    def tests(self) -> list[tuple[int, dict[str, float]]]:
+        """The evaluations by their old name, which trials.py has."""
+        return self.evaluations
 
     def check(self, steps: int, metric: str) -> None:
         """Raise an error for a record that is not of a run of so many steps, since a file may hold anything."""
@@ -42,13 +49,14 @@ class History:
         wrong = [name for name, hint in hints.items() if not fits(getattr(self, name), hint)]
         if wrong:
             raise TypeError(f"the history's {wrong[0]} must be {hints[wrong[0]]}")
-        evaluated, columns = [step for step, _ in self.tests], len(self.metric_steps)
+        evaluated, columns = [step for step, _ in self.evaluations], len(self.metric_steps)
         lengths = {len(self.loss), len(self.lr), len(self.scale) or steps}
         if (
             lengths != {steps}
             or any(len(values) > steps for values in self.batch_metrics.values())
             or not all(0 < step <= steps for step in (*evaluated, *self.metric_steps))
-            or not all(metric in found for _, found in self.tests)
+            or not all(metric in found for _, found in self.evaluations)
+            or (self.test and metric not in self.test)
             or any(len(rows) != columns for rows in self.metrics.values())
             or any(len(row) != len(self.layers) for rows in self.metrics.values() for row in rows)
         ):

@@ -55,7 +55,7 @@ def failed(kind: str, error: Exception) -> str:
 @contextmanager
 def logged(kind: str, run: Run, warn: Callable[[str], object]) -> Iterator[Callable[[], object]]:
     """Yield a function that writes the steps and evaluations since its last call, and call it at the end."""
-    done, stack = 0, ExitStack()
+    done, tested, stack = 0, False, ExitStack()
     failures: list[Exception] = []
 
     def attempt(action: Callable[[], object]) -> None:
@@ -67,10 +67,14 @@ def logged(kind: str, run: Run, warn: Callable[[str], object]) -> Iterator[Calla
                 warn(failed(kind, error))
 
     def write_since(history: History) -> None:
-        tests, series = dict(history.tests), {"loss": history.loss, "lr": history.lr, **history.batch_metrics}
+        nonlocal tested
+        found, series = dict(history.evaluations), {"loss": history.loss, "lr": history.lr, **history.batch_metrics}
         for step in range(done + 1, len(history.loss) + 1):
             values = {f"train/{name}": of[step - 1] for name, of in series.items()}
-            write(values | {f"test/{name}": value for name, value in tests.get(step, {}).items()}, step)
+            write(values | {f"validation/{name}": value for name, value in found.get(step, {}).items()}, step)
+        if history.test and not tested:
+            tested = True
+            write({f"test/{name}": value for name, value in history.test.items()}, len(history.loss))
 
     def update() -> None:
         nonlocal done

@@ -129,7 +129,7 @@ class Run:
     @property
     def evaluation_missing(self) -> bool:
         """Whether the evaluation that is due has failed, of a run that is resumed."""
-        done = self.history.tests[-1][0] if self.history.tests else 0
+        done = self.history.evaluations[-1][0] if self.history.evaluations else 0
         return done < self.step and self.evaluation_due
 
     def train_step(self) -> None:
@@ -208,14 +208,21 @@ class Run:
             for name, row in rows.items():
                 history.metrics.setdefault(name, []).append(row)
 
-    @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:
         """Compute the task's metrics in the first process, and keep them in the history."""
+        found = self._metrics(self.task, self.split)
+        self.history.evaluations.append((self.step, found))
+        return found
+
+    def test(self, task: Task) -> None:
+        """Compute the metrics of ``task``, which holds no data out, on its test data, and keep them in the history."""
+        self.history.test = self._metrics(task, "test")
+
+    @torch.no_grad()
+    def _metrics(self, task: Task, split: str) -> dict[str, float]:
         self.model.eval()
         with self._train_step.autocast():
-            found = self.ranks.from_first(lambda: dict(self.task.evaluate(self.model, self.split)))
-        self.history.tests.append((self.step, found))
-        return found
+            return self.ranks.from_first(lambda: dict(task.evaluate(self.model, split)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on beyond its configuration; call it in all processes."""

@@ -28,7 +28,7 @@ class Task(Protocol):
     It may also have the attributes of :class:`Defaults` and these methods:
 
     * ``held_out()`` returns the task with a part of its training data as its split ``"validation"``, for a task that
-      has no such split; learning rates are chosen on it.
+      has no such split; runs are watched and learning rates chosen on it.
     * ``excluded(name, parameter)`` says whether a parameter has neither weight decay nor a trust ratio; without it,
       those of fewer than two dims, such as biases and norms.
     * ``fingerprint()`` returns a text that differs for other training data; without it, the first batch is hashed.
@@ -78,6 +78,7 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
         """Return metrics on all of ``"validation"`` or ``"test"``, among them :attr:`metric`; a ``"loss"`` is shown.
 
+        ``"validation"`` is evaluated on the way and to choose options, ``"test"`` once, after a run.
         The model is in its evaluation mode, and no gradients are computed. Batches are to be moved to its device here.
         """
 

@@ -28,6 +28,7 @@ from bighorn_workbench.options import FILE, Command, command_line, config_option
 from bighorn_workbench.ranks import Interrupt, Ranks
 from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
 from bighorn_workbench.tasks import Task, defaults
+from bighorn_workbench.trials import held_out
 
 PICTURES = (".png", ".svg")
 RESULTS = ("--save", "--report", "--json")
@@ -63,9 +64,10 @@ def train(
 ) -> None:
     """Train a model with LAMB, CAME or one of torch's optimizers.
 
-    Without options: handwritten digits, a few seconds. Ctrl-C finishes the step, saves and says how to resume; the
-    resumed run is bitwise the one that was never interrupted, on a GPU as far as torch's kernels are deterministic.
-    Several processes share each batch:
+    Without options: handwritten digits, a few seconds. Evaluations on the way are on validation data: a part of the
+    training data, which the run then lacks, or the task's own. The test data are for the end. Ctrl-C finishes the
+    step, saves and says how to resume; the resumed run is bitwise the one that was never interrupted, on a GPU as far
+    as torch's kernels are deterministic. Several processes share each batch:
 
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
@@ -81,7 +83,7 @@ def train(
 
 def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks, log: str | None) -> bool:
     """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
-    run, warnings = _set_up(ctx, outputs, resume, ranks)
+    run, task, warnings = _set_up(ctx, outputs, resume, ranks)
     history = run.history
     command = command_line(ctx)
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
@@ -117,6 +119,10 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                         evaluate()
                     if run.evaluation_due or run.step % MAX_UNREAD == 0:
                         update()
+                if run.done and not history.test:
+                    run.test(task)
+                    if save is not None:
+                        _save(run, save, ctx)
     except UserError as error:  # of a step that has changed nothing, or an evaluation
         if ranks.size == 1 and run.step:
             with after(error):
@@ -131,17 +137,17 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
     return run.done
 
 
-def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, list[str]]:
-    """Create the run, or load it; the second value is its warnings."""
+def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks) -> tuple[Run, Task, list[str]]:
+    """Create the run, or load it; return it with the task, which has the test data, and its warnings."""
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
-    config, parallel, task = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks))
+    config, parallel, task, tuned = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks))
     if ranks.size > 1:
         seed_generators(0)
         ranks.check_same(
             options={**asdict(config), **asdict(parallel), "data": None, "threads": None},
-            training_data=fingerprint(task, config.batch_size or 1),
+            training_data=fingerprint(tuned, config.batch_size or 1),
         )
-    run = Run(config, task, ranks, parallel=parallel)
+    run = Run(config, tuned, ranks, parallel=parallel, split="validation")
     idle = {"--tail-overlap": parallel.tail_overlap, "--shard-update": parallel.shard_update}
     warnings = [
         f"{flag} has no effect in one process; see torchrun in --help."
@@ -151,13 +157,16 @@ def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ra
     if saved is not None:
         differences = checkpoint.restore(run, saved)
         warnings += [f"not as it was saved, the last bits may differ: {difference}" for difference in differences]
-    return run, warnings
+    return run, task, warnings
 
 
 def _prepare(
     ctx: click.Context, outputs: Outputs, resume: Path | None, saved: dict[str, Any] | None, ranks: Ranks
-) -> tuple[RunConfig, ParallelConfig, Task]:
-    """Check the options, load the task and try it: the work that can fail in a single process."""
+) -> tuple[RunConfig, ParallelConfig, Task, Task]:
+    """Check the options, load the task and try it: the work that can fail in a single process.
+
+    The first task has the test data, and the second the training and validation data.
+    """
     options, parallel = given(ctx, RunConfig), ParallelConfig(**given(ctx, ParallelConfig))
     config = RunConfig(**options) if saved is None else checkpoint.config_of(saved, options)
     config.check()
@@ -176,10 +185,12 @@ def _prepare(
         others = {option: path for option, path in outputs.items() if option != "--save"}
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
     task = load(config.task, config.data)
-    config = config.resolved(task)
-    if isinstance(task, UserTask):
-        Trial(task, config).run()
-    return config, parallel, task
+    config, tuned = config.resolved(task), held_out(task)
+    if isinstance(task, UserTask) and isinstance(tuned, UserTask):
+        Trial(task, config).run(("test",) if tuned is not task else ("test", "validation"))
+        if tuned is not task:
+            Trial(tuned, config).run(("validation",))
+    return config, parallel, task, tuned
 
 
 def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console, ended: str) -> None:
@@ -250,14 +261,15 @@ def _plot(run: Run, path: Path) -> None:
 
 def results(run: Run) -> dict[str, Any]:
     """Return the results of a finished run; None for values that were not measured."""
-    tests, metric = run.history.tests, run.task.metric
-    last = tests[-1][1] if tests else {"loss": None, metric: None}
+    evaluations, test, metric = run.history.evaluations, run.history.test, run.task.metric
+    last = evaluations[-1][1] if evaluations else {"loss": None, metric: None}
     best = max if defaults(run.task).higher_is_better else min
     return {
         "steps": run.step,
         "epochs": run.epoch,
-        **{f"test_{name}": value for name, value in last.items()},
-        f"best_test_{metric}": best(test[metric] for _, test in tests) if tests else None,
+        **{f"test_{name}": value for name, value in (test or dict.fromkeys(last)).items()},
+        **{f"validation_{name}": value for name, value in last.items()},
+        f"best_validation_{metric}": best(found[metric] for _, found in evaluations) if evaluations else None,
         "train_seconds": run.history.seconds,
         "samples_per_second": run.step * run.batch_size / run.history.seconds if run.history.seconds else None,
         "skipped_steps": len(run.history.skipped),
@@ -268,13 +280,13 @@ def results(run: Run) -> dict[str, Any]:
 def _summary(run: Run) -> Table:
     found = results(run)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    metric = run.task.metric
-    if run.history.tests:
-        text, best = (metric_text(metric, found[f"{key}_{metric}"], 2) for key in ("test", "best_test"))
-        table.add_row(f"Test {metric}", Text.assemble((text, "bold"), f" (best {best})"))
-        for name, value in run.history.tests[-1][1].items():
-            if name != metric:
-                table.add_row(f"Test {name}", f"{value:.4f}" if name == "loss" else metric_text(name, value, 2))
+    metric, test = run.task.metric, run.history.test
+    for name in sorted(test, key=lambda name: name != metric):
+        text = f"{test[name]:.4f}" if name == "loss" else metric_text(name, test[name], 2)
+        table.add_row(f"Test {name}", Text(text, "bold" if name == metric else ""))
+    if run.history.evaluations:
+        text, best = (metric_text(metric, found[f"{key}_{metric}"], 2) for key in ("validation", "best_validation"))
+        table.add_row(f"Validation {metric}", f"{text} (best {best})")
     epochs = "" if run.epoch is None else f" ({run.epoch:.2f} epochs)"
     table.add_row("Steps", f"{run.step} of {run.total}{epochs}")
     if run.config.device != "cpu":

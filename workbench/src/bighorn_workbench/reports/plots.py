@@ -29,14 +29,13 @@ from bighorn_workbench.smoothing import smoothed
 def curves(
     steps: Sequence[int],
     batches: Sequence[float],
-    test_steps: Sequence[int],
-    tests: Sequence[float],
+    evaluations: Sequence[tuple[int, float]],
     label: str,
     *,
     log: bool = False,
     width: float = WIDTH,
 ) -> str:
-    """Draw the training curve, faint per batch and smoothed, or none; with the test's points in front."""
+    """Draw the training curve, faint per batch and smoothed, or none; with points of validation data in front."""
     figure = Figure(figsize=(width, 3.2))
     axes = figure.add_subplot()
     end, steps = steps[-1], steps[: len(batches)]
@@ -45,8 +44,10 @@ def curves(
     means = smoothed(batches, len(batches) // 80)
     if len(batches):
         axes.plot(steps, means, color=SERIES[0], label="training")
-    axes.plot(test_steps, tests, "o-", color=SERIES[1], markersize=4.5, label="test")
-    for name, xs, ys in (("training", *thinned(steps, means)), ("test", test_steps, tests)):
+    at, values = [step for step, _ in evaluations], [value for _, value in evaluations]
+    if evaluations:
+        axes.plot(at, values, "o-", color=SERIES[1], markersize=4.5, label="validation")
+    for name, xs, ys in (("training", *thinned(steps, means)), ("validation", at, values)):
         for x, y in zip(xs, ys, strict=True):
             add_tip(axes, x, y, f"{name}, step {x}: {label} {metric_text(label, y, 2)}")
     if log:
@@ -54,7 +55,7 @@ def curves(
         label_powers(axes.yaxis)
     if is_share(label):
         # A batch without an error, which is at infinity, may leave the figure.
-        accuracy_scale(axes, [*np.fmin(means, max(tests, default=1.0)), *tests])
+        accuracy_scale(axes, [*np.fmin(means, max(values, default=1.0)), *values])
     axes.set(xlabel="step", ylabel=label, xlim=(0, max(end, 1)))
     axes.legend()
     return to_svg(figure, f"{label} by step")

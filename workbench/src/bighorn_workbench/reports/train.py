@@ -17,9 +17,11 @@ def train_report(run: Run) -> str:
     """Return the report of ``bighorn train``."""
     config, history = run.config, run.history
     steps = range(1, run.step + 1)
-    tests = history.tests
-    names = sorted(tests[-1][1], key=lambda name: (name != run.task.metric, name)) if tests else []
-    tiles = {f"test {name}": _text(name, tests[-1][1][name]) for name in names}
+    evaluations, metric = history.evaluations, run.task.metric
+    last = evaluations[-1][1] if evaluations else {}
+    names = sorted({**last, **history.test}, key=lambda name: (name != metric, name))
+    tiles = {f"test {name}": _text(name, history.test[name]) for name in names if name in history.test}
+    tiles |= {f"validation {name}": _text(name, last[name]) for name in names if name in last and name == metric}
     tiles |= {
         "steps": f"{run.step:,}" + ("" if run.done else f" of {run.total:,}"),
         "training time": f"{history.seconds:.1f} s",
@@ -27,10 +29,9 @@ def train_report(run: Run) -> str:
     }
     sections = []
     if steps:
-        test_steps = [step for step, test in tests if "loss" in test]
-        losses = [test["loss"] for _, test in tests if "loss" in test]
-        log = min(*history.loss, *losses, math.inf) > 0
-        figure = partial(plots.curves, steps, history.loss, test_steps, losses, "loss", log=log)
+        points = [(step, found["loss"]) for step, found in evaluations if "loss" in found]
+        log = min(*history.loss, *(loss for _, loss in points), math.inf) > 0
+        figure = partial(plots.curves, steps, history.loss, points, "loss", log=log)
         text = "Training: each batch, as the model is in training, and its running mean."
         sections.append(Section("Loss", text, figure))
         for name in dict.fromkeys([*(name for name in names if name != "loss"), *history.batch_metrics]):
@@ -38,24 +39,24 @@ def train_report(run: Run) -> str:
         sections += [_heat_map(run, metric) for metric in run.metrics if history.metrics.get(metric.name)]
         figure = partial(plots.line, steps, history.lr, "lr")
         sections.append(Section("Learning rate", "As scheduled, the same for all layers.", figure))
-    head = ("step", "epoch", "learning rate", *(f"test {name}" for name in reversed(names)))
+    head = ("step", "epoch", "learning rate", *(f"validation {name}" for name in reversed(names)))
     rows = [
         (
             f"{step:,}",
             f"{step * run.epoch_size[1] / run.epoch_size[0]:.2f}" if run.epoch_size else "-",
             f"{history.lr[step - 1]:.3g}",
-            *(_text(name, test.get(name)) for name in reversed(names)),
+            *(_text(name, found.get(name)) for name in reversed(names)),
         )
-        for step, test in tests
+        for step, found in evaluations
     ]
-    sections.append(Section("Evaluations", head=head, rows=rows))
+    sections.append(Section("Evaluations", "On validation data; the test data are for the end.", head=head, rows=rows))
     data = defaults(run.task).description
     lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}."
     if not run.done:
         lead += f" Stopped after step {run.step:,} of {run.total:,}."
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
-    metric = run.task.metric
-    answer = f"{tiles[f'test {metric}']} test {metric}" if tests else "No evaluation yet"
+    split = "test" if history.test else "validation"
+    answer = f"{tiles[f'{split} {metric}']} {split} {metric}" if evaluations else "No evaluation yet"
     title = f"{answer}: {config.optimizer} on {config.task}"
     return render(title, lead, tiles, sections, history.commands, settings, config.device)
 
@@ -65,12 +66,11 @@ def _text(name: str, value: float | None) -> str:
 
 
 def _metric(name: str, run: Run) -> Section:
-    """Return the curves of a metric of the test, and of the batches if their loss comes with it."""
+    """Return the curves of a metric of validation data, and of the batches if their loss comes with it."""
     steps, batches = range(1, run.step + 1), run.history.batch_metrics.get(name, [])
-    test_steps = [step for step, test in run.history.tests if name in test]
-    tests = [test[name] for _, test in run.history.tests if name in test]
-    figure = partial(plots.curves, steps, batches, test_steps, tests, name)
-    text = "On a logarithmic scale of the error, up to the best test." if is_share(name) else ""
+    points = [(step, found[name]) for step, found in run.history.evaluations if name in found]
+    figure = partial(plots.curves, steps, batches, points, name)
+    text = "On a logarithmic scale of the error, up to the best evaluation." if is_share(name) else ""
     return Section(name.capitalize(), text, figure)
 
 

@@ -19,29 +19,26 @@ from bighorn_workbench.builtin_tasks import load
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
-from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.trials import make
 from unseen_tasks import UNSEEN
 
 PLACE = Path(__file__).with_name("unseen_tasks.py")
-NAMES = {"adamw": "adamw", "lamb": "lamb", "came": "came-corrected"}
-RATES, SEEDS, BEYOND = 24, 5, 3.0
-"""The rates go from a third of what `bighorn compare` searches to three times."""
+SPANS = {"adamw": (0.0001, 0.3), "lamb": (0.002 / 3, 1.5), "came": (0.0001 / 3, 0.09)}
+RATES, SEEDS = 24, 5
 
 loaded = cache(load)
 
 
 def rates(name: str, count: int = RATES) -> list[float]:
     """Return rates evenly in the logarithm."""
-    low, high = OPTIMIZERS[CONTESTANTS[NAMES[name]]["optimizer"]].space["lr"]
-    low, high = low / BEYOND, high * BEYOND
+    low, high = SPANS[name]
     return [float(f"{low * (high / low) ** (index / (count - 1)):.3g}") for index in range(count)]
 
 
 def run(place: str, name: str, lr: float, seed: int) -> float:
     """Return the metric on test data after training with defaults, but for the rate."""
     task = loaded(place)
-    config = replace(RunConfig(task=place, threads=1, **CONTESTANTS[NAMES[name]]).resolved(task), lr=lr, seed=seed)
+    config = replace(RunConfig(task=place, threads=1, optimizer=name).resolved(task), lr=lr, seed=seed)
     return make(config, task, "test", evaluations=1).value
 
 
@@ -58,7 +55,7 @@ def main(file: Path) -> None:
                 name: {
                     lr: [pool.submit(run, place, name, lr, seed) for seed in range(1, SEEDS + 1)] for lr in rates(name)
                 }
-                for name in NAMES
+                for name in SPANS
             }
             cells = {
                 name: {f"{lr:g}": [future.result() for future in runs] for lr, runs in grid.items()}

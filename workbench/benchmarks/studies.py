@@ -55,7 +55,7 @@ def _cell(saved: dict[str, Any]) -> Cell:
         tuned,
         config.lr or 0,
         tuple(trials),
-        lr_range=(tuned[0][0], tuned[-1][0]),
+        space={"lr": (tuned[0][0], tuned[-1][0])},
     )
 
 

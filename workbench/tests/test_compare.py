@@ -9,7 +9,6 @@ import re
 import signal
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,14 @@ from bighorn_workbench import commands, run_queue, search, workers
 from bighorn_workbench.builtin_tasks.digits import Digits
 from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
+from bighorn_workbench.costs import step_seconds
 from bighorn_workbench.display import table_of
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
-from bighorn_workbench.verdict import columns, interval, row, step_seconds, unfinished, verdicts, warnings
+from bighorn_workbench.verdict import columns, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
@@ -47,7 +47,8 @@ def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target
 
 def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> Cell:
     runs = tuple(trial(lr, seed, accuracy) for seed, accuracy in enumerate(accuracies))
-    return Cell(optimizer, batch_size, ((0.1, 0.5), (0.2, 0.9), (0.3, 0.6)), lr, runs, lr_range=(0.1, 0.3))
+    tuned = ((0.1, 0.5), *[(0.2, 0.9)] * 6, (0.3, 0.6))
+    return Cell(optimizer, batch_size, tuned, lr, runs, space={"lr": (0.1, 0.3)})
 
 
 def small(path: Path, **options: object) -> Search:
@@ -88,20 +89,26 @@ def test_a_tiny_search_end_to_end(invoke: Invoke) -> None:
     assert (again.value, again.loss) == (best["final"][0]["accuracy"], best["final"][0]["loss"])
 
 
-def test_each_optimizer_gets_its_defaults_and_the_same_number_of_quasi_random_trials() -> None:
+def test_rates_are_scanned_then_all_options_are_searched_around_the_best_one() -> None:
     space = {"lr": (0.001, 0.1), "warmup": (0.02, 0.4), "weight_decay": (0.5, 0.5)}
-    points = Entry("lamb", RunConfig(lr=0.03, weight_decay=0.01), space).candidates(17)
-    assert points[0] == {"lr": 0.03, "warmup": 0.1, "weight_decay": 0.5}
-    assert points[:5] == Entry("lamb", RunConfig(lr=0.03, weight_decay=0.01), space).candidates(5)
-    for name in ("lr", "warmup"):
-        low, high = map(math.log, space[name])
-        eighths = Counter(int(8 * (math.log(point[name]) - low) / (high - low)) for point in points[1:])
+    entry = Entry("lamb", RunConfig(lr=0.03, weight_decay=0.01), space)
+    first, *scan = entry.scan()
+    assert first == {"lr": 0.03, "warmup": 0.1, "weight_decay": 0.5}
+    assert [point["lr"] for point in scan] == [0.00158, 0.00398, 0.01, 0.0251, 0.0631], "fifths of two decades"
+    assert all(point | {"lr": 0.03} == first for point in scan)
+    points = entry.around(0.01, 16)
+    assert points[:5] == entry.around(0.01, 5)
+    for name, (low, high) in {"lr": (0.0025, 0.04), "warmup": (0.02, 0.4)}.items():
+        low, high = math.log(low), math.log(high)
+        eighths = Counter(int(8 * (math.log(point[name]) - low) / (high - low)) for point in points)
         assert set(eighths.values()) == {2}, "sixteen points of Sobol have two in each eighth of a range"
     assert {point["weight_decay"] for point in points} == {0.5}
-    low_default = Entry("lamb", RunConfig(lr=1e-6, weight_decay=0.0), space).candidates(1)
-    assert low_default[0]["lr"] == 0.001
-    fixed = {"lr": (0.1, 0.1)}
-    assert Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), fixed).candidates(5) == [{"lr": 0.1}]
+    assert max(point["lr"] for point in entry.around(0.0631, 16)) <= 0.1, "the range of the space holds"
+    assert Entry("lamb", RunConfig(lr=1e-6, weight_decay=0.0), space).scan()[0]["lr"] == 0.001
+    fixed = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1)})
+    assert (fixed.scan(), fixed.around(0.1, 5), fixed.most(12)) == ([{"lr": 0.1}], [], 1)
+    of_one = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1), "warmup": (0.02, 0.4)})
+    assert [len(of_one.scan()), len(of_one.around(0.1, 5)), of_one.most(12)] == [1, 5, 12]
 
 
 def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,94 +136,81 @@ def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, monkeypat
     assert len(made) == 9 + 7, "runs of another length are other runs"
 
 
-def test_a_budget_gives_each_optimizer_the_same_number_of_trials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of ten seconds: six trials and three final runs of two cells take 180, and another trial of each 200."""
+@pytest.fixture
+def ten_seconds(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Let each run take ten seconds of the time until a deadline, and none of this test; they are listed."""
     made: list[RunConfig] = []
 
     def counted(config: RunConfig, *_: object) -> Trial:
         made.append(config)
-        return trial(config.lr or 0.0, config.seed, config.lr or 0.0)
+        return trial(config.lr or 0.0, config.seed, -abs(math.log(config.lr or 1.0) + 2))
 
+    left: Any = Search.left
     monkeypatch.setattr(search, "make", counted)
-    monkeypatch.setattr(run_queue.Queue, "seconds", property(lambda queue: 10.0 * len(queue.results())))
-    found = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    monkeypatch.setattr(run_queue.Queue, "seconds", lambda _: 10.0)
+    monkeypatch.setattr(Search, "left", property(lambda each: left.fget(each) - 10.0 * len(made)))
+    return made
+
+
+def test_a_budget_gives_each_optimizer_the_same_number_of_trials(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
+    """Runs of ten seconds: eight trials and three final runs of two cells take 220, and another trial of each 240."""
+    found = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
     found.work()
-    kinds = Counter((config.optimizer, config.seed == 0) for config in made)
-    assert kinds == {("lamb", True): 6, ("lamb", False): 3, ("sgd", True): 6, ("sgd", False): 3}
-    assert found.total == len(found.finished()) == 18
-    assert all(config.seed == 0 for config in made[:12]), "final runs begin when the search has ended"
-    again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="199 s")
+    kinds = Counter((config.optimizer, config.seed == 0) for config in ten_seconds)
+    assert kinds == {("lamb", True): 8, ("lamb", False): 3, ("sgd", True): 8, ("sgd", False): 3}
+    assert found.total == found.done == len(found.finished()) == 22
+    assert all(config.seed == 0 for config in ten_seconds[:16]), "final runs begin when the search has ended"
+    rates = [config.lr or 0.0 for config in ten_seconds[:16] if config.optimizer == "sgd"]
+    assert all(0.1585 / 4 <= lr <= 0.1585 * 4 for lr in rates[6:]), "around the best one of the scan"
+    ten_seconds.clear()
+    again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="5 s")
     again.work()
-    assert len(made) == 18, "nothing is left to do"
-    longer = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=8, budget="1h")
+    assert not ten_seconds, "nothing is left to do"
+    longer = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=9, budget="1h")
     longer.work()
-    assert longer.trials == 8
-    assert small(tmp_path / "u", trials=None, budget="0.5s").plan.budget == 0.5
-    several = prepare(CompareConfig(optimizers="lamb", budget="1h", batch_sizes="256"), Digits(), tmp_path / "t", 3)
-    assert several.trials == 3, "one for each process"
+    assert longer.trials == 9
 
 
-def test_a_budget_for_one_trial_tunes_nothing_and_says_so(invoke: Invoke) -> None:
-    options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
-    output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s").output
-    assert "if no other programs run: not one, which takes a few seconds in all." in output
-    assert "on validation data, the only trial." in output
-    assert "--budget 0.001s had time for this many trials of each: 1, the defaults. Nothing was tuned." in output
-
-
-def test_trials_are_judged_by_the_first_ones_whatever_ends_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_more_seeds_and_fewer_trials_never_take_finished_trials_away(
+    tmp_path: Path, ten_seconds: list[RunConfig]
 ) -> None:
-    """A run's value does not change from its first step on: ten looks, of which the fifth follows a warm-up of 40%."""
-    others: list[Search] = []
+    path = tmp_path / "s.study"
+    small(path, trials=14).work()
+    assert len(ten_seconds) == 17
+    options: list[dict[str, Any]] = [{"trials": None, "budget": "75 s"}, {"trials": 4}, {"trials": 8, "budget": "5 s"}]
+    for number, each in enumerate(options):
+        ten_seconds.clear()
+        more = small(path, seeds=10, **each)
+        assert (more.done, more.total) == (17 if number == 0 else 24, 24)
+        more.work()
+        [cell] = more.cells()
+        assert (len(cell.tuning), len(cell.trials)) == (14, 10)
+        assert [config.seed for config in ten_seconds] == ([4, 5, 6, 7, 8, 9, 10] if number == 0 else [])
 
-    def enough() -> None:
-        if len(made) == 11:
-            raise StopIteration
 
-    def fake(config: RunConfig, *arguments: Any) -> Trial:
-        pruner = arguments[-1]
-        if len(made) == 4 and others:
-            with suppress(StopIteration):
-                others.pop().work(done=enough)  # another process ends all other trials before this one
-        value, curve, stopped = 1 / (1 + abs(math.log(config.lr or 1.0) + 2)), [], False
-        for step in range(1, 11):
-            curve.append((step, value))
-            if pruner is not None and pruner(step, value) and step < 10:
-                stopped = True
-                break
-        made.append(config)
-        return dataclasses.replace(trial(config.lr or 0.0, config.seed, value), curve=tuple(curve), pruned=stopped)
+def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
+    leader = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
+    worker = Search(leader.plan, leader.task, leads=False)
+    assert (worker.is_open, worker.trials) == (True, 6)
+    other = Search(dataclasses.replace(leader.plan, deadline=1.0), leader.task, leads=False)
+    leader.work()
+    worker.extend()
+    assert (worker.is_open, worker.trials, worker.total - worker.done) == (False, 8, 0)
+    assert len(ten_seconds) == 22
+    other.extend()
+    assert other.is_open, "it is another command's decision"
 
-    monkeypatch.setattr(search, "make", fake)
-    found: list[list[tuple[RunConfig, float, int]]] = []
-    for name in ("alone", "shared"):
-        made: list[RunConfig] = []
-        here = small(tmp_path / name, trials=12, prune=True)
-        assert here.total == 15
-        others[:] = [small(tmp_path / name, trials=12, prune=True)] if name == "shared" else []
-        here.work()
-        runs = here.tuning(0)
-        worst, other, *_ = sorted(each.value for each in runs[:4])
-        for index, each in enumerate(runs):
-            stopped = index >= 4 and each.value < worst + 0.75 * (other - worst)
-            assert (each.pruned, len(each.curve)) == (stopped, 5 if stopped else 10), index
-        found.append([(each.config, each.value, len(each.curve)) for _, each in here.finished()])
-        assert 0 < sum(each.pruned for each in runs) < 8
-        states = Counter(each.state.name for each in here._tuning[0].study.trials)
-        assert states["PRUNED"] == sum(each.pruned for each in runs)
-        [cell] = here.cells()
-        assert cell.trials[0].value == max(each.value for each in runs)
-        assert len(cell.tuned) == 12 - states["PRUNED"]
-    assert found[0] == found[1]
-    assert len(small(tmp_path / "shared", trials=12, prune=True).finished()) == 15
-    assert small(tmp_path / "shared", trials=12).finished() == [], "whole trials are other runs"
-    config = RunConfig(epochs=1, batch_size=256, threads=1).resolved(Digits())
-    short = make(config, held_out(Digits()), "validation", pruner=lambda step, _: step >= 2)
-    assert (short.pruned, [step for step, _ in short.curve]) == (True, [1, 2])
-    assert best_of([short, trial(0.1, 0, 0.0)], higher=True).config.lr == 0.1
+
+def test_a_budget_without_time_for_a_verdict_is_refused_and_says_what_fits(invoke: Invoke) -> None:
+    options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
+    output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s", code=1).output
+    assert "--budget 0.001s has no time for 8 trials and 1 final runs of each optimizer at each batch size" in output
+    assert "Give --budget 1min, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task" in output
+    options[3] = 300
+    output = invoke("compare", *options, "--processes", 1, "--budget", "30s", code=1).output
+    found = re.search(r"take about (\d+) min. Give --budget (\d+)min, --epochs (\d\S*), fewer", output)
+    assert found is not None, output
+    assert 300 * 0.5 / int(found[2]) * 0.5 < float(found[3]) < 300 * 0.5 / int(found[2]) * 2
 
 
 def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +343,7 @@ def test_an_error_of_a_run_in_another_process_ends_the_command(invoke: Invoke) -
         "import torch\n"
         "from torch import nn\n"
         "class Late:\n"
-        "    metric, samples, calls = 'error', 64, 0\n"
+        "    metric, higher_is_better, samples, calls = 'error', False, 64, 0\n"
         "    def model(self): return nn.Linear(1, 1)\n"
         "    def batches(self, split, size, generator): return [torch.ones(size, 1)] * 4\n"
         "    def loss(self, model, batch):\n"
@@ -384,7 +378,7 @@ ENDING = """
 import multiprocessing, os, sys, torch
 from torch import nn
 class Ending:
-    metric, samples, steps, calls = "error", 64, 4, 0
+    metric, higher_is_better, samples, steps, calls = "error", False, 64, 4, 0
     def model(self): return nn.Linear(1, 1)
     def batches(self, split, size, generator): return [torch.ones(size, 1)] * 4
     def loss(self, model, batch):
@@ -501,7 +495,7 @@ def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.M
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
     cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
-    assert verdicts(cells) == ["At batch 64 lamb has 80.0%, sgd 70.0%.", "Not settled by one seed: run --seeds 10."]
+    assert verdicts(cells) == ["The best of all at batch 64 is not settled: lamb, sgd."], "the baseline has no batch 64"
     assert verdicts(cells[:2]) == []
 
 
@@ -511,7 +505,7 @@ def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
     assert [step for step, _ in found.curve] == [5, 10]
     assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
     assert row(found)[3] == "70.0% (50.0-90.0)"
-    assert verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0].startswith("At batch 32 lamb has 70.0%, sgd 50.0%")
+    assert "lamb (70.0%) are apart" in verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0]
 
 
 def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> None:
@@ -567,18 +561,19 @@ def test_the_words_say_what_the_figures_say() -> None:
         cell("lamb", 32, 0.2, 0.9),
         cell("lamb", 64, 0.2, 0.8),
         cell("sgd", 32, 0.2, 0.9),
-        cell("sgd", 64, 0.1, 0.85),
+        cell("sgd", 64, 0.2, 0.85),
     ]
     assert verdicts(cells) == [
-        "At batch 64 sgd has 85.0%, lamb 80.0%.",
-        "Not settled by one seed: run --seeds 10.",
+        "Not settled at batch 32: sgd (90.0%) and lamb (90.0%), one seed: run --seeds 10.",
+        "Not settled at batch 64: sgd (85.0%) and lamb (80.0%), one seed: run --seeds 10.",
         "lamb loses 10.0 points from batch 32 to 64.",
         "sgd loses 5.0 points from batch 32 to 64.",
     ]
-    [warning] = warnings(cells)
-    assert "sgd at batch 64, 0.1, is on the edge of its range" in warning
     diverged = dataclasses.replace(cells[0], trials=(trial(0.2, 0, 0.0, math.inf), trial(0.2, 1, 0.9)))
     assert "1 of 2 final runs of lamb at batch 32 diverged" in warnings([diverged])[0]
+    [reason] = filter(None, map(untuned, [cells[0], cell("sgd", 64, 0.1, 0.85)]))
+    assert reason.startswith("The best rate of sgd at batch 64, 0.1, is on the edge of its range")
+    assert reason.endswith("give --space sgd.lr=0.01,0.3.")
 
 
 def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
@@ -589,19 +584,49 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
     assert interval([1.0]) == (1.0, math.inf)
     lamb, large = cell("lamb", 32, 0.2, 0.91, 0.92, 0.93), cell("lamb", 64, 0.2, 0.9, 0.9, 0.9)
     even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.85, 0.85)]
-    assert verdicts([lamb, large, *even]) == [
-        "At batch 64 lamb has 90.0%, sgd 85.0%: ahead by 5.0 +- 0.0 points.",
-        "lamb loses 2.0 +- 3.6 points from batch 32 to 64: at most 5.6.",
+    assert verdicts([*even, lamb, large]) == [
+        "At batch 64 lamb (90.0%) is ahead of sgd (85.0%) by 5.0 +- 0.0 points.",
+        "Not settled at batch 32: lamb (92.0%) and sgd (90.0%) are apart by 2.0 +- 3.6 points; --seeds 10 may settle "
+        "it.",
         "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
+        "lamb loses 2.0 +- 3.6 points from batch 32 to 64: at most 5.6.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
     better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
     assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."
-    near = cell("sgd", 64, 0.2, 0.87, 0.91, 0.89)
-    assert verdicts([large, near])[:2] == [
-        "At batch 64 lamb has 90.0%, sgd 89.0%: apart by 1.0 +- 5.0 points.",
-        "Not settled: run --seeds 10.",
+
+
+def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> None:
+    """Three optimizers at one batch size are two comparisons: t(1 - 0.025 / 2, 2) = 6.205 over sqrt(3)."""
+    rows = {
+        "lamb": cell("lamb", 64, 0.2, 0.9, 0.9, 0.9),
+        "adamw": cell("adamw", 64, 0.2, 0.8, 0.8, 0.8),
+        "came": cell("came", 64, 0.2, 0.89, 0.91, 0.87),
+    }
+    assert verdicts(list(rows.values())) == [
+        "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.0 points.",
+        "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.2 points.",
+        "The best of all at batch 64 is not settled: lamb, came.",
+        "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
+    of_lamb = verdicts(list(rows.values()), baseline="lamb")
+    assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.0 points."
+    assert of_lamb[1].startswith(
+        "Not settled at batch 64: came (89.0%) and lamb (90.0%) are apart by 1.0 +- 7.2 points"
+    )
+    few = dataclasses.replace(rows["lamb"], tuned=rows["lamb"].tuned[:7])
+    assert verdicts([few, rows["adamw"], rows["came"]])[1:4] == [
+        "Not tuned at batch 64: lamb against adamw.",
+        "lamb at batch 64 had 7 of the 8 trials that a verdict needs. --trials 8 takes a few seconds more for it; "
+        "fewer --epochs, fewer layers or less data take less.",
+        "The best of all at batch 64 is not settled: lamb, came, adamw.",
+    ]
+    fixed = dataclasses.replace(few, tuned=(), space={"lr": (0.2, 0.2)})
+    assert not untuned(fixed), "nothing was to be tuned"
+    edge = dataclasses.replace(rows["lamb"], lr=0.3)
+    words = verdicts([edge, rows["adamw"]])
+    assert words[0] == "Not tuned at batch 64: lamb against adamw."
+    assert words[1].endswith("give --space lamb.lr=0.1,3.")
 
 
 def test_a_metric_that_is_better_lower_is_written_in_its_own_unit() -> None:
@@ -609,9 +634,10 @@ def test_a_metric_that_is_better_lower_is_written_in_its_own_unit() -> None:
         dataclasses.replace(cell(name, 64, 0.2, *values), metric="perplexity", higher_is_better=False)
         for name, values in (("lamb", (20.0, 21.0)), ("sgd", (30.0, 31.5)))
     )
-    assert verdicts([high, low])[0] == "At batch 64 lamb has 20.5, sgd 30.75: ahead by 10.2 +- 3.18 of perplexity."
-    diverged = dataclasses.replace(high, trials=(trial(0.2, 0, math.inf, math.inf),))
-    assert verdicts([low, diverged]) == ["At batch 64 lamb has 20.5, sgd inf."]
+    ahead = "At batch 64 lamb (20.5) is ahead of sgd (30.75) by 10.2 +- 3.18 of perplexity."
+    assert verdicts([high, low])[0] == ahead
+    diverged = dataclasses.replace(high, trials=(trial(0.2, 0, math.inf, math.inf), trial(0.2, 1, 30.0)))
+    assert verdicts([low, diverged])[0] == "Not settled at batch 64: sgd (inf) and lamb (20.5), runs of sgd diverged."
     assert row(low)[3] == "20.5 (20-21)"
 
 
@@ -652,7 +678,7 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
     base = RunConfig(**CONTESTANTS[name], batch_size=256, threads=1).resolved(Digits())
     assert configured(base, params, 0).optimizer_option == options
     spans = [f"{name}.{key}={value / 1e5:g},1" for key, value in params.items()]
-    start = Entry(name, base, read_spaces(spans, [name])[name]).candidates(1)[0]
+    start = Entry(name, base, read_spaces(spans, [name])[name]).start
     plain, first = (
         Run(each, Digits()).optimizer.param_groups[0]
         for each in (base, configured(base, {key: start[key] for key in params}, 0))
@@ -696,7 +722,7 @@ def test_one_decay_of_each_optimizer_is_searched() -> None:
         (["--trials", "0"], "--trials=0"),
         (["--budget", "2"], "--budget '2' is not a time like 2h, 90min or 1.5d."),
         (["--budget", "0.0s"], "--budget '0.0s' is not a time like 2h"),
-        (["--budget", "0.5h", "--prune"], "--budget counts trials of full length, and --prune stops some"),
+        (["--baseline", "sgd"], "--baseline: no 'sgd' here; there are lamb, adamw."),
         (["--batch-sizes", "1.5"], "is not a list of numbers"),
         (["--batch-sizes", "32,32"], "each once"),
         (["--batch-sizes", "32,1400"], "batch size 1400 is more than the 1151 training samples"),

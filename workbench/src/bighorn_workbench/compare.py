@@ -1,11 +1,14 @@
 """``bighorn compare``: optimizers at several batch sizes, each tuned with the same number of trials."""
 
+import math
 import tempfile
 import time
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
@@ -17,6 +20,8 @@ from bighorn_workbench.builtin_tasks.trial import Trial
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.checks import number
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
+from bighorn_workbench.constructor import constructor
+from bighorn_workbench.costs import Cost, evaluation_seconds, evaluations, step_seconds
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError, after
@@ -26,12 +31,12 @@ from bighorn_workbench.optimizers import ABOUT, CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
-from bighorn_workbench.search import FULL, Plan, Search
+from bighorn_workbench.search import Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import held_out
-from bighorn_workbench.values import names, numbers, seconds_in
-from bighorn_workbench.verdict import chosen, columns, row, step_seconds, unfinished, verdicts, warnings
+from bighorn_workbench.trials import LEAST, Cell, held_out
+from bighorn_workbench.values import check_name, names, numbers, seconds_in
+from bighorn_workbench.verdict import BASELINE, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 
 TRIALS, MOST_TRIALS = 12, 100
@@ -62,17 +67,11 @@ class CompareConfig(Options):
     )
     budget: str | None = option(
         None,
-        "Time for all runs, like 2h: as many trials as leave time for the final runs, the same number for each "
-        "optimizer at each batch size; no run is cut short.",
+        "Time for the whole command, like 2h: as many trials as leave time for the final runs, the same number for "
+        "each optimizer at each batch size; no run is cut short. It is refused at once if it has no time for "
+        f"{LEAST} trials.",
         shown="none",
         check=seconds_in,
-    )
-    prune: bool = option(
-        False,
-        "Look at trials at each quarter of their steps after the longest warm-up, and stop one in the worst quarter of "
-        f"what the first {FULL} of its optimizer and batch size had then; these run in full. A stopped trial counts, "
-        "and is never the best. Any number of processes stops the same ones. Not with --budget.",
-        shown="off",
     )
     space: tuple[str, ...] = option(
         (),
@@ -80,8 +79,11 @@ class CompareConfig(Options):
         "may be repeated. Also one_minus_beta1, one_minus_beta2, one_minus_beta3, one_minus_momentum and eps.",
         shown="; ".join(f"{name} {spans(recipe.space)}" for name, recipe in OPTIMIZERS.items()),
     )
+    baseline: str | None = option(
+        None, "The optimizer that the others are compared with.", shown=f"{BASELINE}, or the first one without it"
+    )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
-    seeds: int = option(3, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
+    seeds: int = option(5, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
     target: float | None = option(
         None, "Value of the task's metric on test data to count the steps to.", shown="the task's", check=number
     )
@@ -91,11 +93,6 @@ class CompareConfig(Options):
     )
     device: str = option("cpu", "Device of torch for the runs.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prune and self.budget is not None:
-            raise InputError("--budget counts trials of full length, and --prune stops some: give one of them.")
-
     def entries(self, task: Task) -> list[Entry]:
         """The cells to fill, with resolved options."""
         about = defaults(task)
@@ -103,6 +100,8 @@ class CompareConfig(Options):
         if self.batch_sizes is not None:
             sizes = numbers("--batch-sizes", self.batch_sizes, int)
         optimizers = names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS)
+        if self.baseline is not None:
+            check_name("--baseline", self.baseline, optimizers)
         spaces = read_spaces(self.space, optimizers)
         shared = {name: getattr(self, name) for name in ("task", "data", "epochs", "precision", "device")}
         return [
@@ -154,16 +153,16 @@ def compare(
         files.check_regular(study, "--study")
         files.check_writable(study, "--study")
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
-    about = provenance(command_line(ctx))
+    about, started = provenance(command_line(ctx)), ctx.obj or time.time()
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
         place = study or Path(folder) / "study"
         processes = config.processes or places(config.device)
-        search = prepare(config, load(config.task, config.data), place, processes)
+        search = prepare(config, load(config.task, config.data), place, processes, started)
         try:
             _run(search, config, processes, console, log)
         except BaseException as error:  # also Ctrl-C: what was done is reported and kept
-            is_ctrl_c, done = isinstance(error, KeyboardInterrupt), len(search.finished())
+            is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
             if not done and not is_ctrl_c:
                 raise
             with after(error):
@@ -191,49 +190,93 @@ def _keep(search: Search, study: Path | None) -> Path:
     return study
 
 
-def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1) -> Search:
-    """Return the search of a comparison, after everything that can be wrong has been tried."""
+def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, started: float | None = None) -> Search:
+    """Return the search of a comparison, after everything that can be wrong has been tried.
+
+    Args:
+        config: The options.
+        task: The task.
+        path: The file of the study.
+        processes: The runs at a time. Default: 1
+        started: The time from which a budget counts. Default: now
+    """
+    started = started or time.time()
     entries = config.entries(task)
     tuned = held_out(task)
     if isinstance(task, UserTask) and isinstance(tuned, UserTask):
         for base in {entry.base.batch_size: entry.base for entry in entries}.values():
-            Trial(task, base).run()
+            Trial(task, base).run(by_seed=True)
             Trial(tuned, base).run(("validation",))
+    looking = evaluation_seconds(Run(entries[0].base, tuned, split="validation"))
+    costs = []
     for entry in entries:
         Run(entry.base, tuned)
+        run = Run(entry.base, task)
+        costs.append(Cost(step_seconds(run) * run.total, looking))
     target = defaults(task).target if config.target is None else config.target
     data = fingerprint(task, entries[0].base.batch_size or 1)
     code = task.code() if isinstance(task, UserTask) else ""
     budget = None if config.budget is None else seconds_in("--budget", config.budget)
-    trials = config.trials or (TRIALS if budget is None else MOST_TRIALS)
-    plan = Plan(tuple(entries), trials, config.seeds, target, path, data, code, budget, processes, config.prune)
-    return Search(plan, task)
+    plan = Plan(
+        tuple(entries),
+        config.trials or (TRIALS if budget is None else MOST_TRIALS),
+        config.seeds,
+        target,
+        path,
+        data,
+        code,
+        None if budget is None else started + budget,
+        processes,
+        tuple(costs),
+        evaluations(costs),
+    )
+    search = Search(plan, task)
+    if budget is not None:
+        _check_budget(search, config, budget)
+    return search
+
+
+def _starting(processes: int) -> float:
+    """Return the seconds until runs begin: each process imports and loads what this one has."""
+    return time.process_time() if processes > 1 else 0.0
+
+
+def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
+    """Raise an error for a budget that has no time for a verdict, which says what fits."""
+    plan = search.plan
+    least = max(search.trials, min(LEAST, plan.trials))
+    needed, left = search.needed(least), search.left - _starting(plan.processes)
+    if needed <= left:
+        return
+    base, whole = plan.entries[0].base, budget - left + needed
+    shorter = "" if base.epochs is None or left <= 0 else f", --epochs {base.epochs * left / needed:.2g}"
+    raise InputError(
+        f"--budget {config.budget} has no time for {least} trials and {plan.seeds} final runs of each optimizer at "
+        f"each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min{shorter}, fewer "
+        "--optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less data."
+    )
 
 
 def _run(search: Search, config: CompareConfig, processes: int, console: Console, log: str | None) -> None:
     """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
     plan, metric = search.plan, search.task.metric
-    starting = time.process_time() if processes > 1 else 0.0  # each process imports and loads what this one has
-    base = plan.entries[0].base
+    base, starting = plan.entries[0].base, _starting(processes)
     length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
-    known, total = len(search.finished()), search.total
-    many = f"{total} runs" if plan.budget is None else f"as many runs as fit in {config.budget}"
+    known, total = search.done, search.total
+    many = f"{total} runs" if plan.deadline is None else f"as many runs as fit in {config.budget}"
     console.print(f"{config.task}: {defaults(search.task).description}; {length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
         console.print(f"{known} of the runs are in {plan.path}.")
-    runs = (Run(entry.base, search.task) for entry in plan.entries)
-    seconds = sum(step_seconds(run) * run.total for run in runs) / processes
-    if plan.budget is None:
-        seconds *= (total - known) / len(plan.entries)
-        console.print(f"This takes {duration(starting + seconds)}{busy()}.")
+    if plan.deadline is None:
+        console.print(f"This takes {duration(starting + search.needed(search.trials))}{busy()}.")
     else:
-        fit = min(int(plan.budget / seconds) - plan.seeds, plan.trials)
-        about = f"about {fit}" if fit > 0 else f"not one, which takes {duration(seconds * (1 + plan.seeds))} in all"
-        console.print(f"Trials of each that fit beside {plan.seeds} final runs, if no other programs run: {about}.")
+        counts = range(search.trials, plan.trials + 1)
+        fit = bisect_right(counts, search.left - starting, key=search.needed)
+        console.print(f"About {counts[max(fit - 1, 0)]} trials of each fit beside {plan.seeds} final runs{busy()}.")
     with counting(console) as bar:
-        task_id = bar.add_task("runs", total=total, completed=known)
+        task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}
         started = time.monotonic()
 
@@ -254,13 +297,15 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                         console.print(failed(log, error), style="yellow")
                         log = None
                 total, spent = search.total, time.monotonic() - started
-                bar.update(task_id, completed=len(shown), total=total)
+                bar.update(task_id, completed=len(shown), total=None if search.is_open else total)
                 if not console.is_terminal:
-                    left = max(spent / (len(shown) - known) * (total - len(shown)), (plan.budget or 0) - spent)
+                    count, left = f"{len(shown)} of {total}", spent / (len(shown) - known) * (total - len(shown))
+                    if search.is_open:
+                        count, left = f"{len(shown)} runs", search.left
                     console.print(
-                        f"{len(shown)} of {total}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
-                        f"{kind}: {metric} {metric_text(metric, trial.value)}{', stopped' * trial.pruned}; "
-                        f"{duration(left)} left"
+                        f"{count}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
+                        f"{kind}: {metric} {metric_text(metric, trial.value)}; "
+                        f"{duration(max(left, 0.0))} left"
                     )
 
         fill(search, processes, look)
@@ -279,11 +324,11 @@ def _finish(
     cells, plan = search.cells(), search.plan
     head = columns(search.task.metric, plan.target)
     rows = [row(cell, plan.target is not None) for cell in cells]
-    answers = verdicts(cells) if cells else []
+    answers = verdicts(cells, config.baseline) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
-    if plan.budget is not None and cells:
-        tried = str(search.trials) if search.trials > 1 else "1, the defaults. Nothing was tuned"
-        notes.append(f"--budget {config.budget} had time for this many trials of each: {tried}.")
+    if plan.deadline is not None and cells:
+        notes.append(f"--budget {config.budget} had time for this many trials of each: {search.trials}.")
+    paste = _paste(search, cells)
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")
     for line in answers:
@@ -294,6 +339,8 @@ def _finish(
         terminal(width=max(console.width, WIDEST)).print(shown)
     for line in notes:
         console.print(line)
+    for title, lines in paste.items():
+        console.print(f"\n{title}:\n{indent(lines, '  ')}")
     base = plan.entries[0].base
     settings = asdict(config) | {
         "optimizers": ", ".join(dict.fromkeys(entry.name for entry in plan.entries)),
@@ -309,7 +356,7 @@ def _finish(
     def page() -> str:
         from bighorn_workbench.reports.compare import compare_report
 
-        return compare_report(cells, data, head, rows, answers, notes, about["command"], settings)
+        return compare_report(cells, data, head, rows, answers, notes, paste, about["command"], settings)
 
     content = {
         **about,
@@ -317,5 +364,17 @@ def _finish(
         "data": {"description": data, "sha256": plan.data},
         "cells": [cell.as_json() for cell in cells],
         "words": [*answers, *notes],
+        "constructors": paste,
     }
     files.finish(console.print, report if cells else None, page, json_file, lambda: content)
+
+
+def _paste(search: Search, cells: Sequence[Cell]) -> dict[str, str]:
+    """Return the lines that construct the best optimizer of each batch size, by their titles."""
+    excluded = hasattr(search.task, "excluded")
+    found = {}
+    for size in dict.fromkeys(cell.batch_size for cell in cells):
+        best = ranked([cell for cell in cells if cell.batch_size == size])[0]
+        title = f"{best.optimizer} at batch {size:,}, as it ran"
+        found[title] = constructor(best.trials[0].config, best.trials[0].steps, excluded)
+    return found

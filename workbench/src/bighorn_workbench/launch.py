@@ -1,6 +1,7 @@
 """The entry point of ``bighorn``, which imports nothing that takes time: the help is there at once."""
 
 import sys
+import time
 from importlib.util import find_spec
 
 from bighorn_workbench.interrupts import begin_imports, stop
@@ -17,6 +18,7 @@ PACKAGES = {
 
 def main() -> None:
     """Run the command line, or report the packages that are missing for it."""
+    started = time.time()
     begin_imports()
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
@@ -24,6 +26,6 @@ def main() -> None:
     from bighorn_workbench.commands import bighorn
 
     try:
-        bighorn(prog_name="bighorn")
+        bighorn(prog_name="bighorn", obj=started)
     except KeyboardInterrupt:
         stop()

@@ -1,7 +1,27 @@
-"""How the value of a metric is written, by the metric's name."""
+"""What the name of a metric says: how its value is written, and whether it is better lower."""
+
+import re
 
 SHORT = {"accuracy": "acc", "perplexity": "ppl"}
 """Names of metrics in the lines of a run."""
+
+
+LOWER = re.compile(
+    "loss(es)?|err(or)?s?|r?msl?e|map?e|nll|bp[cb]|ppl|perplexity|[wc]er|fid|kld?|divergence|distance|deviance|"
+    "residual|regret|brier|crps|(cross)?entropy|logloss|hinge|ece|nats"
+)
+"""Words in the names of metrics that are usually better lower."""
+
+
+def seems_lower(metric: str) -> bool:
+    """Whether a metric is better lower, to judge by its name.
+
+    Example:
+        >>> seems_lower("val_rmse"), seems_lower("TestLoss"), seems_lower("l2-error"), seems_lower("accuracy")
+        (True, True, True, False)
+    """
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", metric)
+    return any(LOWER.fullmatch(word.lower()) for word in words)
 
 
 def is_share(metric: str) -> bool:

@@ -47,9 +47,9 @@ class Name(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no argument
 
 SECTIONS = {
     "Model and data": "task data table shapes model hf_config seed",
-    "Optimizer": "optimizer optimizers optimizer_option space lr lr_scaling lr_min lr_max warmup schedule weight_decay "
-    "max_grad_norm state_dtype weight_rounding",
-    "Length": "batch_size batch_sizes epochs steps trials budget prune seeds seconds target",
+    "Optimizer": "optimizer optimizers baseline optimizer_option space lr lr_scaling lr_min lr_max warmup schedule "
+    "weight_decay max_grad_norm state_dtype weight_rounding",
+    "Length": "batch_size batch_sizes epochs steps trials budget seeds seconds target",
     "Precision and device": "precision loss_scale backend device threads processes gpu_memory accumulate "
     "tail_overlap shard_update offload clip",
     "Files": "study save resume report json_file log plot_schedule",

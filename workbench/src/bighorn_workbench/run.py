@@ -220,9 +220,13 @@ class Run:
 
     @torch.no_grad()
     def _metrics(self, task: Task, split: str) -> dict[str, float]:
+        """Evaluate, without an effect on the random numbers of later steps: a DataLoader takes one for each pass."""
+        state = generator_state(self.device)
         self.model.eval()
         with self._train_step.autocast():
-            return self.ranks.from_first(lambda: dict(task.evaluate(self.model, split)))
+            found = self.ranks.from_first(lambda: dict(task.evaluate(self.model, split)))
+        restore_generators(state, self.device)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that the rest of the run depends on beyond its configuration; call it in all processes."""

@@ -2,9 +2,10 @@
 
 import os
 import platform
+import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,14 @@ Optuna has such heartbeats for databases alone. SQLite's locks do not hold on ev
 PROCESSES = Path("/proc")
 """On Linux, a folder with one entry for each process of the machine."""
 
-DONE = (TrialState.COMPLETE, TrialState.PRUNED)
+DONE = (TrialState.COMPLETE,)
 
 
 class Queue:
     """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
 
-    def __init__(self, study: optuna.Study, points: Sequence[dict[str, float]], space: Space, count: int) -> None:
-        self.study, self.points, self._space, self.count = study, points, space, min(count, len(points))
-        self.fill()
+    def __init__(self, study: optuna.Study, points: list[dict[str, float]], space: Space) -> None:
+        self.study, self.points, self._space, self.count = study, points, space, 0
 
     def fill(self) -> None:
         """Let every run wait that neither waits, runs nor is done."""
@@ -42,6 +42,18 @@ class Queue:
         for index, point in enumerate(self.points[: self.count]):
             if index not in known:
                 self.study.enqueue_trial(point, user_attrs={"run": index})
+
+    def extend(self, count: int) -> None:
+        """Let more runs wait, up to a number in all, or as many as there are."""
+        if min(count, len(self.points)) > self.count:
+            self.count = min(count, len(self.points))
+            self.fill()
+
+    @property
+    def taken(self) -> int:
+        """The runs that a process has taken or done."""
+        trials = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
+        return len({number for trial in trials if (number := _number(trial)) is not None and number < self.count})
 
     def take(self) -> tuple[int, optuna.Trial] | None:
         """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
@@ -76,10 +88,11 @@ class Queue:
         """Whether all runs are done."""
         return len(self.results()) == self.count
 
-    @property
-    def seconds(self) -> float:
-        """The time of the finished runs."""
-        return sum(trial.duration.total_seconds() for trial in self._done().values() if trial.duration)
+    def seconds(self) -> float | None:
+        """Return the mean time of a run, with what comes between two of them; None before any is known."""
+        known = [trial.user_attrs.get("took") for trial in self._done().values()]
+        found = [seconds for seconds in known if isinstance(seconds, float)]
+        return statistics.fmean(found) if found else None
 
     def release(self) -> None:
         """Let the runs of processes that are no more wait again."""
@@ -87,6 +100,12 @@ class Queue:
             if is_dead(trial):
                 self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         self.fill()
+
+
+def finished(study: optuna.Study) -> int:
+    """Return the number of the first runs of a study among which are all that have ended."""
+    done = study.get_trials(deepcopy=False, states=DONE)
+    return max((index + 1 for trial in done if (index := _number(trial)) is not None), default=0)
 
 
 def _number(trial: FrozenTrial | optuna.Trial) -> int | None:

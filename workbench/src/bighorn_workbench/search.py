@@ -8,7 +8,7 @@ work, and one that was killed loses only the runs in flight.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,21 +21,21 @@ from optuna.trial import TrialState
 
 from bighorn_workbench import journal
 from bighorn_workbench.config import RunConfig
+from bighorn_workbench.costs import Cost
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.run_queue import Queue, beating
-from bighorn_workbench.space import Entry, Space
+from bighorn_workbench.run_queue import Queue, beating, finished
+from bighorn_workbench.space import SCAN, Entry
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make, trial_of
-from bighorn_workbench.values import warmup_steps
+from bighorn_workbench.trials import EVALUATIONS, Cell, Trial, best_of, configured, held_out, make, trial_of
 
 TUNING_SEED = 0
 """The seed of all tuning runs; final runs have the seeds after it."""
 
-FULL, KEPT = 4, 75.0
-"""The first trials of a cell, which are never stopped, and the percentile of them that the others must not fall behind.
+AHEAD = 2
+"""Before a deadline, the trials for each process that wait at least, so that none is idle until the next look."""
 
-With the median, 3 of 12 cells on digits lost their best trial, two of a high rate and a long warm-up; so none did.
-"""
+DECISION = "trials"
+"""The key of the deadline of a command, its trials of each cell, and whether there may be more."""
 
 PAUSE = 0.1
 """Seconds between two looks for work while other processes have the rest of it."""
@@ -53,9 +53,10 @@ class Plan:
         path: The journal.
         data: The digest of the training data.
         code: The digest of the file of a user's task.
-        budget: The seconds after which no tuning runs are added; None for no limit.
+        deadline: The time by which all runs are to end, so that no more tuning runs are added; None for no limit.
         processes: The runs at a time.
-        prune: Whether trials are stopped that fall behind the first ones of their cell.
+        costs: What a run of each cell takes; empty without a deadline.
+        evaluations: The evaluations of each final run.
     """
 
     entries: tuple[Entry, ...]
@@ -65,69 +66,114 @@ class Plan:
     path: Path
     data: str
     code: str = ""
-    budget: float | None = None
+    deadline: float | None = None
     processes: int = 1
-    prune: bool = False
+    costs: tuple[Cost, ...] = ()
+    evaluations: int = EVALUATIONS
 
 
 class Search:
-    """A plan with its storage, in one process."""
+    """A plan with its storage, in one process.
 
-    def __init__(self, plan: Plan, task: Task) -> None:
+    Runs that the storage has from earlier commands are used, also if they are more than the plan asks for.
+
+    Args:
+        plan: The plan.
+        task: The task.
+        leads: Whether this process decides how many trials fit before the deadline; others follow the one that does.
+    """
+
+    def __init__(self, plan: Plan, task: Task, leads: bool = True) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.plan, self.task, self.higher = plan, task, defaults(task).higher_is_better
+        self.plan, self.task, self.higher, self._leads = plan, task, defaults(task).higher_is_better, leads
         self.storage = journal.opened(plan.path)
-        self._tuning = [self._queue_of_tuning(entry) for entry in plan.entries]
+        studies = [self._study(self._name(entry, "tuning")) for entry in plan.entries]
+        kept = max(map(finished, studies))
+        self._most = max(plan.trials, kept)
+        self.trials = self._most if plan.deadline is None else max(kept, min(SCAN, plan.trials))
+        """The trials of each cell, as far as known; more may be added while the search is open."""
+        self._tuning = [
+            Queue(study, entry.scan(), entry.space) for study, entry in zip(studies, plan.entries, strict=True)
+        ]
         self._final: dict[str, Queue] = {}
+        self.is_open = plan.deadline is not None
+        """Whether trials may still be added."""
+        self.extend()
 
     @cached_property
     def _held_out(self) -> Task:
         return held_out(self.task)
 
-    def _queue_of_tuning(self, entry: Entry) -> Queue:
-        count = FULL if self.plan.prune else self.plan.trials if self.plan.budget is None else self._wave
-        name = self._name(entry, "tuning", *["prune"] * self.plan.prune)
-        return self._queue(name, entry.candidates(self.plan.trials), entry.space, count)
-
-    def _queue(self, name: str, points: Sequence[dict[str, float]], space: Space, count: int) -> Queue:
+    def _study(self, name: str) -> optuna.Study:
         direction = StudyDirection.MAXIMIZE if self.higher else StudyDirection.MINIMIZE
-        study = optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
-        return Queue(study, points, space, count)
-
-    @property
-    def _wave(self) -> int:
-        """The trials of each cell that a budget adds at a time, so many that no process waits for the others."""
-        return -(-self.plan.processes // len(self.plan.entries))
-
-    @property
-    def trials(self) -> int:
-        """The trials of each cell, as far as known."""
-        return max(map(self._count, self._tuning))
-
-    def _count(self, queue: Queue) -> int:
-        """Return the trials of a cell, as far as known; those of ``--prune`` wait until its first ones are done."""
-        return queue.count if self.plan.budget is not None else len(queue.points)
+        return optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
 
     def extend(self) -> None:
-        """Add trials to each cell if all are done, and the budget has time for them and the final runs."""
-        plan, queues = self.plan, self._tuning
-        for queue in queues:
-            if plan.prune and queue.count < len(queue.points) and queue.is_done:
-                queue.count = len(queue.points)
-                queue.fill()
-        while plan.budget is not None and self.trials < plan.trials and all(queue.is_done for queue in queues):
-            done, more = self.trials, min(self.trials + self._wave, plan.trials)
-            used = sum(queue.seconds for queue in queues) / plan.processes
-            if used * (more + plan.seeds) / done > plan.budget:
-                return
-            for queue in queues:
-                queue.count = min(more, len(queue.points))
-                queue.fill()
+        """Let all trials wait that are known, and add one to each cell while the time before a deadline allows it."""
+        if self.is_open and not self._leads:
+            self.trials, self.is_open = self._decided()
+        for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
+            queue.extend(self.trials)
+            if (missing := entry.most(self._most) - len(queue.points)) > 0 and queue.is_done:
+                best = best_of(self._trials(entry, queue), self.higher)
+                queue.points += entry.around(best.config.lr or 1.0, missing)
+                queue.extend(self.trials)
+        while self.is_open and self._leads and self._waiting() < AHEAD * self.plan.processes:
+            more = self.trials + 1
+            self.is_open = more <= self.plan.trials and self.needed(more) <= self.left
+            self.trials = more if self.is_open else self.trials
+            self._tuning[0].study.set_user_attr(DECISION, [self.plan.deadline, self.trials, self.is_open])
+
+    def _decided(self) -> tuple[int, bool]:
+        """Return the trials of each cell, and whether there may be more, as the leading process has decided."""
+        found = self._tuning[0].study.user_attrs.get(DECISION)
+        if not isinstance(found, list) or found[0] != self.plan.deadline:  # of another command
+            return self.trials, True
+        return found[1], found[2]
+
+    def _counts(self) -> list[int]:
+        """Return the trials of each cell that differ."""
+        return [entry.most(self.trials) for entry in self.plan.entries]
+
+    def _waiting(self) -> int:
+        """Return how many trials no process has taken."""
+        return sum(self._counts()) - sum(queue.taken for queue in self._tuning)
+
+    @property
+    def left(self) -> float:
+        """The seconds until the deadline."""
+        assert self.plan.deadline is not None
+        return self.plan.deadline - time.time()
+
+    def needed(self, trials: int) -> float:
+        """Return the seconds until so many trials of each cell and the final runs are done, by what runs have taken.
+
+        It is the bound of any order of runs: no process is idle until the last ones, of which one may be the longest.
+        """
+        plan, runs, longest = self.plan, 0.0, 0.0
+        for number, (entry, queue, cost) in enumerate(zip(plan.entries, self._tuning, plan.costs, strict=True)):
+            one = queue.seconds() or cost.steps + cost.evaluation
+            final = one + (plan.evaluations - 1) * cost.evaluation
+            runs += max(entry.most(trials) - len(queue.results()), 0) * one + self._finals_left(number, trials) * final
+            longest = max(longest, final)
+        return (runs + (plan.processes - 1) * longest) / plan.processes
+
+    def _finals_left(self, number: int, trials: int) -> int:
+        """Return the final runs that a cell lacks after so many trials, which may have another best one."""
+        known = len(self._final_of(number).results()) if self._is_done(number, trials) else 0
+        return self.plan.seeds - known
+
+    def _is_done(self, number: int, trials: int) -> bool:
+        """Return whether a cell has so many trials, and all are done."""
+        queue = self._tuning[number]
+        return queue.count >= self.plan.entries[number].most(trials) and queue.is_done
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study: another one for all that would give other results."""
         config = {name: value for name, value in asdict(entry.base).items() if name not in ("data", "threads")}
-        about = json.dumps([config, entry.space, self.plan.data, self.plan.code, *more], sort_keys=True, default=str)
+        about = json.dumps(
+            [config, entry.space, SCAN, self.plan.data, self.plan.code, *more], sort_keys=True, default=str
+        )
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
         return f"{entry.name}, batch {entry.base.batch_size}, {phase} [{digest}]"
 
@@ -156,17 +202,22 @@ class Search:
 
     def final(self, number: int) -> Queue | None:
         """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
-        entry, queue = self.plan.entries[number], self._tuning[number]
-        waited_for = [queue] if self.plan.budget is None else self._tuning
         self.extend()
-        if not all(each.is_done for each in waited_for):
+        waited_for = range(len(self._tuning)) if self.plan.deadline is not None else [number]
+        if self.is_open or not all(self._is_done(each, self.trials) for each in waited_for):
             return None
+        return self._final_of(number)
+
+    def _final_of(self, number: int) -> Queue:
+        entry, queue = self.plan.entries[number], self._tuning[number]
         tuned = self.tuning(number)
         best = queue.points[tuned.index(best_of(tuned, self.higher))]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final:
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
-            self._final[name] = self._queue(name, points, {**entry.space, "seed": (1.0, 1e9)}, len(points))
+            space = {**entry.space, "seed": (1.0, 1e9)}
+            self._final[name] = Queue(self._study(name), points, space)
+            self._final[name].extend(len(points))
         return self._final[name]
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
@@ -180,13 +231,18 @@ class Search:
 
     @property
     def total(self) -> int:
-        """The number of all runs; a budget adds to it as long as there is time."""
+        """The number of all runs; with a deadline, as far as known."""
         self.extend()
-        return sum(map(self._count, self._tuning)) + len(self.plan.entries) * self.plan.seeds
+        return sum(self._counts()) + len(self.plan.entries) * self.plan.seeds
 
     def finished(self) -> list[tuple[str, Trial]]:
         """Return all finished runs, each with the name of its optimizer."""
         return [(entry.name, trial) for entry, queue, _ in self.queues() for trial in self._trials(entry, queue)]
+
+    @property
+    def done(self) -> int:
+        """The number of finished runs."""
+        return sum(len(queue.results()) for _, queue, _ in self.queues())
 
     def release(self) -> None:
         """Let the runs of processes that are no more wait again."""
@@ -201,54 +257,31 @@ class Search:
 
     def work(self, stepped: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None) -> None:
         """Make runs until there are none; ``stepped`` is called after each step, and ``done`` after each run."""
-        while len(self.finished()) < self.total:
+        since = None  # nothing is said of the time of the first run, which loads and allocates
+        while self.done < self.total:
             if (taken := self._take()) is None:  # other processes have the rest
                 time.sleep(PAUSE)
                 self.release()
+                since = since and time.monotonic()
                 continue
             entry, queue, final, index, trial = taken
             config = self._config(entry, queue.points[index])
             task, split = (self.task, "test") if final else (self._held_out, "validation")
-            pruner = self._pruner(entry, queue, index, trial) if self.plan.prune and not final else None
             try:
                 with beating(trial):
-                    made = make(config, task, split, self.plan.target if final else None, stepped, pruner)
+                    looks = self.plan.evaluations if final else None
+                    made = make(config, task, split, self.plan.target if final else None, stepped, looks)
             except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
                 with suppress(InputError):  # of a full disk: what has ended the run is the news
                     queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
                 raise
             with suppress(UpdateFinishedTrialError):  # a process that took this one for dead makes the run again
                 trial.set_user_attr("result", made.result())
-                if made.pruned:
-                    queue.study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
-                else:
-                    queue.study.tell(trial, made.value, skip_if_finished=True)
+                if since is not None:
+                    trial.set_user_attr("took", time.monotonic() - since)
+                queue.study.tell(trial, made.value, skip_if_finished=True)
+            since = time.monotonic()
             done()
-
-    def _pruner(self, entry: Entry, queue: Queue, index: int, trial: optuna.Trial) -> Callable[[int, float], bool]:
-        """Return whether a trial is to be stopped at a step, by its number and its value there.
-
-        The pruner knows the cell's first trials alone, since with all that have ended its answer would depend on the
-        order in which processes end theirs.
-        """
-        first = [
-            each for number, each in zip(queue.results(), self._trials(entry, queue), strict=True) if number < FULL
-        ]
-        longest = f"{100 * entry.space['warmup'][1]:g}%" if "warmup" in entry.space else entry.base.warmup
-        wait = max((warmup_steps(longest, each.steps) for each in first), default=0)
-        pruner = optuna.pruners.PercentilePruner(KEPT, n_startup_trials=1, n_warmup_steps=wait + 1)
-        judge = optuna.create_study(direction=queue.study.direction, pruner=pruner)
-        for each in first:
-            judge.add_trial(optuna.create_trial(value=each.value, intermediate_values=dict(each.curve)))
-        judged = judge.ask()
-
-        def falls_behind(step: int, value: float) -> bool:
-            with suppress(UpdateFinishedTrialError):
-                trial.report(value, step)  # for optuna-dashboard
-            judged.report(value, step)
-            return index >= FULL and bool(judged.should_prune())
-
-        return falls_behind
 
     def cells(self) -> list[Cell]:
         """Return the cells that have final runs, with all that is known."""
@@ -259,7 +292,7 @@ class Search:
             if not finals:
                 continue
             tuning = self.tuning(number)
-            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in tuning if not trial.pruned))
+            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in tuning))
             found.append(
                 Cell(
                     entry.name,
@@ -270,7 +303,7 @@ class Search:
                     tuple(tuning),
                     self.task.metric,
                     self.higher,
-                    entry.space.get("lr", (1.0, 1.0)),
+                    entry.space,
                 )
             )
         return found

@@ -15,6 +15,12 @@ from bighorn_workbench.values import check_name, numbers
 Space = Mapping[str, tuple[float, float]]
 """The lowest and the highest value of each option that is searched, in the logarithm; equal ones fix it."""
 
+SCAN = 6
+"""The first trials of a cell, in which its rate alone changes, over a range that no few trials of all options cover."""
+
+AROUND = 4.0
+"""Later trials have rates from the best one of these divided by this to it times this."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -30,25 +36,53 @@ class Entry:
     base: RunConfig
     space: Space
 
-    def candidates(self, count: int) -> list[dict[str, float]]:
-        """Return the first ``count`` points of the search: the defaults, then a quasi-random sequence of Sobol."""
+    @property
+    def start(self) -> dict[str, float]:
+        """The defaults, as far as the space allows."""
         first = {"lr": self.base.lr, "weight_decay": self.base.weight_decay, "warmup": 0.1}
         first |= OPTIMIZERS[self.base.optimizer].defaults
-        start = {name: min(max(first[name] or low, low), high) for name, (low, high) in self.space.items()}
+        return {name: min(max(first[name] or low, low), high) for name, (low, high) in self.space.items()}
+
+    def most(self, count: int) -> int:
+        """Return how many of so many trials differ: one, if nothing is searched."""
+        return min(count, 1) if all(low == high for low, high in self.space.values()) else count
+
+    def scan(self) -> list[dict[str, float]]:
+        """Return the first points: the defaults, and rates evenly over their range with the other defaults."""
+        low, high = self.space.get("lr", (1.0, 1.0))
+        rates = scanned(low, high, SCAN - 1) if low < high else []
+        return [self.start, *(self.start | {"lr": lr} for lr in rates)]
+
+    def around(self, best: float, count: int) -> list[dict[str, float]]:
+        """Return further points: a quasi-random sequence of Sobol over all options, with rates near the best one."""
+        space = dict(self.space)
+        if "lr" in space:
+            space["lr"] = max(space["lr"][0], best / AROUND), min(space["lr"][1], best * AROUND)
         free: dict[str, BaseDistribution] = {
-            name: FloatDistribution(low, high, log=True) for name, (low, high) in self.space.items() if low < high
+            name: FloatDistribution(low, high, log=True) for name, (low, high) in space.items() if low < high
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.QMCSampler(seed=0, scramble=True)
         study = optuna.create_study(sampler=sampler)
-        study.add_trial(optuna.create_trial(value=0, params={name: start[name] for name in free}, distributions=free))
-        points = [start]
-        while len(points) < (count if free else 1):
+        inside = {name: min(max(value, space[name][0]), space[name][1]) for name, value in self.start.items()}
+        study.add_trial(optuna.create_trial(value=0, params={name: inside[name] for name in free}, distributions=free))
+        points: list[dict[str, float]] = []
+        while len(points) < count and free:
             trial = study.ask(free)
             study.tell(trial, 0)
-            points.append(start | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
+            points.append(inside | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
         return points
+
+
+def scanned(low: float, high: float, count: int) -> list[float]:
+    """Return rates in the middles of equal parts of a range, in the logarithm.
+
+    Example:
+        >>> scanned(0.001, 1.0, 3)
+        [0.00316, 0.0316, 0.316]
+    """
+    return [float(f"{low * (high / low) ** ((index + 0.5) / count):.3g}") for index in range(count)]
 
 
 def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str, Space]:

@@ -97,6 +97,8 @@ class Defaults:
             Default: as many batches as ``len(batches)`` says.
         target: The value of the metric to which ``bighorn compare`` counts steps. Default: none
         one_thread: Whether the model is so small that one thread is faster.
+        pretrained: Whether ``model()`` gives the same weights for every seed, such as trained ones. Then seeds differ
+            in the order of batches and in dropout alone.
         description: The source of the data, for reports.
     """
 
@@ -108,6 +110,7 @@ class Defaults:
     samples: int | None = None
     target: float | None = None
     one_thread: bool = False
+    pretrained: bool = False
     description: str = ""
 
 
@@ -129,6 +132,7 @@ _CHECKS: dict[str, checks.Check] = {
     "samples": checks.optional(_POSITIVE_COUNT),
     "target": checks.optional(checks.number),
     "one_thread": checks.flag,
+    "pretrained": checks.flag,
 }
 
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_type_hints
 
 from bighorn_workbench.builtin_tasks.user import UserTask
@@ -12,13 +12,14 @@ from bighorn_workbench.metrics import is_share
 from bighorn_workbench.optimizers import OPTIMIZERS, state_bytes
 from bighorn_workbench.records import fits
 from bighorn_workbench.run import DivergedError, Run
+from bighorn_workbench.space import Space
 from bighorn_workbench.tasks import Task, defaults
 
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
 
-LOOKS = 4
-"""Evaluations of a trial that may be stopped."""
+LEAST = 8
+"""The trials of a cell below which nothing is said of its optimizer: fewer leave a rate of three decades to luck."""
 
 EDGE = 0.05
 """The share of a range, in the logarithm, next to its ends."""
@@ -38,7 +39,6 @@ class Trial:
         seconds: Time in training steps.
         state_bytes: Bytes of the optimizer's state.
         curve: Each evaluation's step and value of the metric.
-        pruned: Whether the run was stopped because it fell behind others; ``value`` is its last one then.
     """
 
     config: RunConfig
@@ -49,7 +49,6 @@ class Trial:
     seconds: float
     state_bytes: int
     curve: tuple[tuple[int, float], ...]
-    pruned: bool = False
 
     def as_json(self, metric: str) -> dict[str, Any]:
         """Return the options that differ between the runs of a cell, and the results."""
@@ -60,7 +59,6 @@ class Trial:
             "loss": self.loss,
             "steps_to_target": self.steps_to_target,
             "seconds": round(self.seconds, 3),
-            **({"pruned": True} if self.pruned else {}),
         }
 
     def result(self) -> dict[str, Any]:
@@ -95,8 +93,8 @@ class Cell:
     """The runs from which the best options were chosen."""
     metric: str = "accuracy"
     higher_is_better: bool = True
-    lr_range: tuple[float, float] = (1.0, 1.0)
-    """The lowest and the highest learning rate that could be tried."""
+    space: Space = field(default_factory=dict)
+    """What was searched."""
 
     @property
     def value(self) -> tuple[float, float, float]:
@@ -130,9 +128,19 @@ class Cell:
         return [(step, statistics.fmean(reached[step])) for step in sorted(reached)]
 
     @property
+    def tried(self) -> int:
+        """The number of trials."""
+        return max(len(self.tuning), len(self.tuned))
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether there were enough trials for what was searched, if anything was."""
+        return self.tried >= LEAST or all(low == high for low, high in self.space.values())
+
+    @property
     def on_edge(self) -> bool:
         """Whether a better learning rate may be outside the range that was searched."""
-        low, high = map(math.log, self.lr_range)
+        low, high = map(math.log, self.space.get("lr", (1.0, 1.0)))
         at = math.log(self.lr)
         return low < high and not low + EDGE * (high - low) < at < high - EDGE * (high - low)
 
@@ -182,43 +190,40 @@ def make(
     split: str,
     target: float | None = None,
     stepped: Callable[[], object] = lambda: None,
-    pruner: Callable[[int, float], bool] | None = None,
     evaluations: int | None = None,
 ) -> Trial:
     """Make one run in this process.
 
-    ``stepped`` is called after each step, and ``pruner`` with each evaluation; ``evaluations`` is their number, if it
-    is not to be that of the split.
+    ``stepped`` is called after each step; ``evaluations`` is their number, if it is not to be that of the split.
     """
-    planned = LOOKS if pruner else 1 if split == "validation" else EVALUATIONS
+    planned = 1 if split == "validation" else EVALUATIONS
     run = Run(config, task, evaluations=evaluations or planned, split=split)
     sign = 1 if defaults(task).higher_is_better else -1
-    steps_to_target, pruned = None, False
+    steps_to_target = None
     try:
-        while not (run.done or pruned):
+        while not run.done:
             run.train_step()
             stepped()
             if run.evaluation_due:
                 value = run.evaluate()[task.metric]
                 if target is not None and steps_to_target is None and sign * value >= sign * target:
                     steps_to_target = run.step
-                pruned = pruner is not None and pruner(run.step, value) and not run.done
-        found = run.history.tests[-1][1]
+        found = run.history.evaluations[-1][1]
         value, loss = found[task.metric], found.get("loss", math.nan)
     except DivergedError:
         value, loss, steps_to_target = worst(task), math.inf, None
     if math.isnan(value):
         value = worst(task)
-    curve = tuple((step, found[task.metric]) for step, found in run.history.tests)
+    curve = tuple((step, found[task.metric]) for step, found in run.history.evaluations)
     return Trial(
-        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve, pruned
+        config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
     )
 
 
 def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
-    """Return the trial of the best value that ran in full; of equal ones that of the lowest loss, then the first."""
-    sign, whole = -1 if higher else 1, [trial for trial in trials if not trial.pruned]
-    return min(whole, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+    """Return the trial of the best value; of equal ones that of the lowest loss, then the first."""
+    sign = -1 if higher else 1
+    return min(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
 
 
 def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:

@@ -2,18 +2,25 @@
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from scipy import stats
 
+from bighorn_workbench.display import duration
 from bighorn_workbench.metrics import is_share, metric_text
-from bighorn_workbench.run import DivergedError, Run
 from bighorn_workbench.search import Search
-from bighorn_workbench.trials import Cell, best_of
+from bighorn_workbench.trials import LEAST, Cell, best_of
 
 LEVEL = 0.95
 """The confidence level of the intervals of a question together: who is best, and what a larger batch costs."""
+
+BASELINE = "adamw"
+"""The optimizer that users would leave."""
+
+WIDER = 10
+"""The factor of a range whose edge has the best rate."""
 
 MORE_SEEDS = 10
 """The seeds that a comparison is advised to take if fewer have not settled it."""
@@ -38,25 +45,139 @@ def interval(differences: Sequence[float], comparisons: int = 1) -> tuple[float,
     return mean, t * statistics.stdev(differences) / math.sqrt(len(differences))
 
 
-def verdicts(cells: Sequence[Cell]) -> list[str]:
-    """Return sentences on what a larger batch costs each optimizer, and on the comparison at the largest batch.
+def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
+    """Return sentences, the answer first.
 
-    The best optimizer there may be any, so that all the others count as compared with it.
+    They say at each batch size whether an optimizer is better than the baseline, which one is the best of all, and what
+    a larger batch costs each. The best one may be any, so that all the others count as compared with it.
+
+    Args:
+        cells: The cells.
+        baseline: The optimizer that the others are compared with. Default: "adamw", or the first one without it
     """
-    by_name: dict[str, list[Cell]] = {}
+    names = list(dict.fromkeys(cell.optimizer for cell in cells))
+    baseline = baseline or (BASELINE if BASELINE in names else names[0])
+    by_batch: dict[int, list[Cell]] = {}
     for cell in cells:
-        by_name.setdefault(cell.optimizer, []).append(cell)
-    top = max(cell.batch_size for cell in cells)
-    ranked = sorted((cell for cell in cells if cell.batch_size == top), key=lambda cell: -_sign(cell) * cell.value[1])
-    several = [mine for mine in by_name.values() if len(mine) > 1]
-    lines = _best(ranked[0], ranked[1], len(ranked) - 1) if len(ranked) > 1 else []
-    for mine in several:
-        lines += _cost(mine[0], mine[-1], len(several))
+        by_batch.setdefault(cell.batch_size, []).append(cell)
+    comparisons = sum(len(row) - 1 for row in by_batch.values())
+    pairs, best = [], []
+    for row in by_batch.values():
+        of = next((cell for cell in row if cell.optimizer == baseline), None)
+        pairs += [Pair(cell, of, comparisons) for cell in row if of is not None and cell is not of]
+        if len(row) > 2 or (of is None and len(row) > 1):
+            best.append(_best(row, comparisons))
+    several = [mine for name in names if len(mine := [cell for cell in cells if cell.optimizer == name]) > 1]
+    pairs.sort(key=lambda pair: (not pair.is_settled, not pair.is_tuned))  # stable: batch by batch
+    reasons = filter(None, map(untuned, cells))
+    lines = [
+        *(pair.words for pair in pairs),
+        *reasons,
+        *best,
+        *(line for mine in several for line in _cost(mine[0], mine[-1], len(several))),
+    ]
     seeds = min(len(cell.trials) for cell in cells)
-    if lines and seeds > 1:
-        corrected = ", corrected for the number of comparisons" if max(len(ranked) - 1, len(several)) > 1 else ""
+    if any("+-" in line for line in lines):
+        corrected = ", corrected for the number of comparisons" if max(comparisons, len(several)) > 1 else ""
         lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds} seeds{corrected}.")
     return lines
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An optimizer and the one that it is compared with, at one batch size.
+
+    Attributes:
+        one: The optimizer.
+        other: The one that it is compared with.
+        comparisons: The comparisons whose intervals hold together.
+    """
+
+    one: Cell
+    other: Cell
+    comparisons: int
+
+    @cached_property
+    def points(self) -> tuple[float, float]:
+        """How much better the first one is, and the half-width of the interval."""
+        points = _points(self.one, self.other)
+        return interval(points, self.comparisons) if points else (0.0, math.inf)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether both are tuned, without which nothing is said of them."""
+        return not any(map(untuned, (self.one, self.other)))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether one is better."""
+        mean, half = self.points
+        return self.is_tuned and abs(mean) > half
+
+    @property
+    def words(self) -> str:
+        """The comparison in words."""
+        one, other = (
+            f"{cell.optimizer} ({metric_text(cell.metric, cell.value[1])})" for cell in (self.one, self.other)
+        )
+        (mean, half), where = self.points, f"At batch {self.one.batch_size:,}"
+        if not self.is_tuned:
+            return f"Not tuned {where.lower()}: {self.one.optimizer} against {self.other.optimizer}."
+        if self.is_settled:
+            apart = f"{'ahead of' if mean > 0 else 'behind'} {other} by {_amount(self.one, abs(mean), half)}"
+            return f"{where} {one} is {apart}."
+        if half == math.inf:
+            return f"Not settled {where.lower()}: {one} and {other}, {_why_not(self.one, self.other)}."
+        more = MORE_SEEDS if len(self.one.trials) < MORE_SEEDS else 2 * len(self.one.trials)
+        return (
+            f"Not settled {where.lower()}: {one} and {other} are apart by {_amount(self.one, abs(mean), half)}; "
+            f"--seeds {more} may settle it."
+        )
+
+
+def _why_not(one: Cell, other: Cell) -> str:
+    diverged = [cell.optimizer for cell in (one, other) if not all(math.isfinite(run.value) for run in cell.trials)]
+    return f"runs of {' and '.join(diverged)} diverged" if diverged else f"one seed: run --seeds {MORE_SEEDS}"
+
+
+def untuned(cell: Cell) -> str:
+    """Return why an optimizer is not tuned and what to do, in a sentence; "" if it is.
+
+    Example:
+        >>> untuned(Cell("lamb", 32, (), 0.1, ()))
+        ''
+    """
+    name, tried, where = cell.optimizer, cell.tried, f"at batch {cell.batch_size:,}"
+    if not cell.is_tried:
+        seconds = statistics.fmean(run.seconds for run in (cell.tuning or cell.trials))
+        return (
+            f"{name} {where} had {tried} of the {LEAST} trials that a verdict needs. --trials {LEAST} takes "
+            f"{duration((LEAST - tried) * seconds)} more for it; fewer --epochs, fewer layers or less data take less."
+        )
+    if cell.on_edge:
+        low, high = cell.space["lr"]
+        wider = (low / WIDER, high) if cell.lr < math.sqrt(low * high) else (low, high * WIDER)
+        return (
+            f"The best rate of {name} {where}, {cell.lr:g}, is on the edge of its range: give --space {name}.lr="
+            f"{wider[0]:g},{wider[1]:g}."
+        )
+    return ""
+
+
+def _best(row: Sequence[Cell], comparisons: int) -> str:
+    """Which optimizer is the best of all at a batch size."""
+    first, *others = ranked(row)
+    where = f"at batch {first.batch_size:,}"
+    pairs = [Pair(first, other, comparisons) for other in others]
+    near = [pair.other.optimizer for pair in pairs if not pair.is_settled]
+    if not near:
+        return f"The best of all {where}: {first.optimizer}."
+    return f"The best of all {where} is not settled: {', '.join([first.optimizer, *near])}."
+
+
+def ranked(row: Sequence[Cell]) -> list[Cell]:
+    """Return the cells of a batch size, the best one first."""
+    return sorted(row, key=lambda cell: -_sign(cell) * cell.value[1])
 
 
 def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
@@ -71,26 +192,6 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
         return [f"{small.optimizer} {word} {_amount(small, size)} {span}."]
     most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
-
-
-def _best(first: Cell, second: Cell, comparisons: int) -> list[str]:
-    """Whether the best optimizer at a batch size is ahead of the next one."""
-    points = _points(first, second)
-    has = ", ".join(
-        f"{cell.optimizer} {'has ' * (cell is first)}{metric_text(cell.metric, cell.value[1])}"
-        for cell in (first, second)
-    )
-    both = f"At batch {first.batch_size:,} {has}"
-    if not points or not all(map(math.isfinite, points)):
-        return [f"{both}."]
-    mean, half = interval(points, comparisons)
-    if half == math.inf:
-        return [f"{both}.", f"Not settled by one seed: run --seeds {MORE_SEEDS}."]
-    if mean > half:
-        return [f"{both}: ahead by {_amount(first, mean, half)}."]
-    seeds = len(first.trials)
-    more = MORE_SEEDS if seeds < MORE_SEEDS else 2 * seeds
-    return [f"{both}: apart by {_amount(first, mean, half)}.", f"Not settled: run --seeds {more}."]
 
 
 def _points(one: Cell, other: Cell) -> list[float]:
@@ -112,19 +213,6 @@ def _sign(cell: Cell) -> int:
     return 1 if cell.higher_is_better else -1
 
 
-def step_seconds(run: Run) -> float:
-    """Return the time of a fresh run's second step, since the first one allocates, or of the only one."""
-    seconds = 0.0
-    for _ in range(min(2, run.total)):
-        started = time.perf_counter()
-        try:
-            run.train_step()
-        except DivergedError:
-            break
-        seconds = time.perf_counter() - started
-    return seconds
-
-
 def chosen(cells: Sequence[Cell]) -> list[str]:
     """Sentences on the options that were chosen for each cell, and on how much the rate may be off."""
     lines = []
@@ -132,24 +220,18 @@ def chosen(cells: Sequence[Cell]) -> list[str]:
         config = cell.trials[0].config
         options = "".join(f", {text}" for text in config.optimizer_option)
         best = best_of(cell.tuning, cell.higher_is_better)
-        stopped = sum(trial.pruned for trial in cell.tuning)
         among = f"the best of {len(cell.tuning)} trials" if len(cell.tuning) > 1 else "the only trial"
         lines.append(
             f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
             f"{config.weight_decay:g}{options}: {metric_text(cell.metric, best.value)} on validation data, "
-            f"{among}{f', {stopped} of them stopped' * (stopped > 0)}."
+            f"{among}."
         )
     return lines
 
 
 def warnings(cells: Sequence[Cell]) -> list[str]:
-    """Warnings for cells whose best learning rate is at an end of what was searched, or of which runs diverged."""
-    found = [
-        f"Warning: the best learning rate of {cell.optimizer} at batch {cell.batch_size}, {cell.lr:g}, is on the "
-        f"edge of its range: give a wider one with --space {cell.optimizer}.lr=..."
-        for cell in cells
-        if cell.on_edge
-    ]
+    """Warnings for cells of which runs diverged."""
+    found = []
     for cell in cells:
         diverged = sum(trial.loss == math.inf or not math.isfinite(trial.value) for trial in cell.trials)
         if diverged:

@@ -31,14 +31,14 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
         search.work(done=look)
         return
     before, kills = -1, 0
-    while len(search.finished()) < search.total:
-        kills = kills + 1 if len(search.finished()) == before else 0
+    while search.done < search.total:
+        kills = kills + 1 if search.done == before else 0
         if kills == MOST_KILLS:
             raise InputError(
                 f"the processes of the runs were killed {kills} times without one result: for memory, then take fewer "
                 "--processes, or by code of the task that ends its process, such as os._exit(), then take that out."
             )
-        before = len(search.finished())
+        before = search.done
         context = multiprocessing.get_context("spawn")
         # Interrupts are left to this process.
         with ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
@@ -80,4 +80,4 @@ def worker(plan: Plan, parent: int, number: int) -> None:
     base = plan.entries[0].base
     if (count := places(base.device)) > 1 and base.device != "cpu":
         torch.get_device_module(torch.device(base.device)).set_device(number % count)
-    Search(plan, load(base.task, base.data)).work(stepped)
+    Search(plan, load(base.task, base.data), leads=False).work(stepped)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class Trial:
         self.task, self.config, self.device = task, config, torch.device(config.device)
         self.place = task.place
 
-    def run(self, splits: Iterable[str] = ("test",)) -> None:
-        """Try everything, with evaluations on ``splits``.
+    def run(self, splits: Iterable[str] = ("test",), by_seed: bool = False) -> None:
+        """Try everything, with evaluations on ``splits``, and with ``by_seed`` whether seeds make a difference.
 
         Raises:
             InputError: Something is wrong. The message names the method, what it returned, and the remedy.
@@ -38,6 +38,8 @@ class Trial:
         torch.set_num_threads(self.config.threads or 1)
         self._check_switches("its import")
         model = self._model()
+        if by_seed:
+            self._other_seed(model)
         batch = self._training_batch()
         self._loss(model, batch)
         for split in splits:
@@ -56,6 +58,7 @@ class Trial:
         """Make the model twice, from the same seed."""
         model, again = self._new_model(), self._new_model()
         self._check_switches("model()")
+        self._check_shared(model, again)
         others = dict(again.named_parameters())
         if others.keys() != dict(model.named_parameters()).keys():
             raise InputError(f"{self.place}: model() gives other parameters at each call. Let it always give the same.")
@@ -72,6 +75,29 @@ class Trial:
                 )
         return model.to(self.device, PRECISIONS.get(self.config.precision, torch.float32))
 
+    def _check_shared(self, model: nn.Module, again: nn.Module) -> None:
+        """Raise an error for two models that share tensors, since every run would go on where the last one ended."""
+        taken = {_place(tensor) for _, tensor in _tensors(again)} - {0}
+        for name, tensor in _tensors(model):
+            if _place(tensor) in taken:
+                raise InputError(
+                    f"{self.place}: model() gives the same {name} at each call, so that a run would begin with the "
+                    "weights of the one before. Make a new model, or return copy.deepcopy() of one."
+                )
+
+    def _other_seed(self, model: nn.Module) -> None:
+        """Raise an error if models of two seeds begin alike, unless they are to."""
+        if defaults(self.task).pretrained:
+            return
+        others = dict(_tensors(self._new_model(self.config.seed + 1)))
+        if all(_same(tensor, others[name]) for name, tensor in _tensors(model) if name in others):
+            raise InputError(
+                f"{self.place}: model() gives the same initial values for the seeds {self.config.seed} and "
+                f"{self.config.seed + 1}, so that all runs would be one. Take torch.manual_seed() out of it and make "
+                "the model anew, or give the task the attribute pretrained = True if every run is to begin with these "
+                "weights."
+            )
+
     def _check_switches(self, what: str, gradients: bool = True) -> None:
         """Raise an error if a call has left torch's own switches in another place, on which all later ones depend."""
         device = torch.get_default_device()
@@ -86,8 +112,8 @@ class Trial:
                 "a block alone, as in `with torch.no_grad()`."
             )
 
-    def _new_model(self) -> nn.Module:
-        seed_generators(self.config.seed)
+    def _new_model(self, seed: int | None = None) -> nn.Module:
+        seed_generators(self.config.seed if seed is None else seed)
         model = self.task.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"{self.place}: model() returned {shown(model)}, but must return a torch.nn.Module.")
@@ -117,6 +143,7 @@ class Trial:
             )
         batch, again = self._first(batches, what), self._first(self._batches("train"), what)
         self._check_switches(what)
+        self._check_size(batch, batches, what)
         if length(batches) == 0:
             raise InputError(f"{what} gives batches, but its len() is 0. Let it be the number of batches of a pass.")
         pairs = zip(tensors_in(batch), tensors_in(again), strict=False)
@@ -126,6 +153,18 @@ class Trial:
                 "or resumed. Draw the order from it, as in DataLoader(..., shuffle=True, generator=generator)."
             )
         return batch
+
+    def _check_size(self, batch: Any, batches: Iterable[Any], what: str) -> None:
+        """Raise an error for a batch size above the data, whose only batch has fewer samples."""
+        size = self.config.batch_size or 1
+        tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+        samples = {tensor.shape[0] for tensor in tensors}
+        of_size = any(size in tensor.shape for tensor in tensors)  # such as that of samples along dim 1
+        if len(samples) == 1 and min(samples) < size and not of_size and length(batches) == 1:
+            raise InputError(
+                f"{what} gives one batch of {min(samples)} samples: there are no more. Take a batch size of at most "
+                f"{min(samples)}."
+            )
 
     def _batches(self, split: str) -> Iterable[Any]:
         seed_generators(self.config.seed)
@@ -221,6 +260,17 @@ class Trial:
                 f"{self.place}: evaluate(model, {split!r}) gives {self.task.metric} = {value} before any step, which "
                 "decides nothing. Return a finite number."
             )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model by name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _place(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory; 0 if it has none, as on the device meta."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.metrics import seems_lower
 from bighorn_workbench.ranks import Aborted
 from bighorn_workbench.tasks import defaults
 from bighorn_workbench.values import suggestion
@@ -166,6 +167,11 @@ class UserTask:
             raise
         except (TypeError, ValueError) as error:
             raise InputError(f"--task {place}: {error}. See bighorn_workbench.tasks.Defaults.") from error
+        if seems_lower(str(self.metric)) and not hasattr(self, "higher_is_better"):
+            raise InputError(
+                f"--task {place}: is a lower {self.metric} better? Give the task the attribute higher_is_better = "
+                "False, or True."
+            )
         text = inspect.getdoc(task) if type(task).__module__ != "builtins" else ""
         text = (text or type(task).__name__).partition("\n")[0].rstrip(".")
         self.description = self.description or text

@@ -20,6 +20,7 @@ class Section:
         figure: A function of :mod:`bighorn_workbench.reports.plots` with all but its width.
         head: The table's column names; the first column is text, the others are numbers.
         rows: The table's cells.
+        code: Lines of a program.
     """
 
     heading: str
@@ -27,6 +28,7 @@ class Section:
     figure: Callable[..., str] | None = None
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    code: str = ""
 
     @property
     def drawn(self) -> Markup:

@@ -15,6 +15,7 @@ def compare_report(
     rows: Sequence[Sequence[str]],
     answers: Sequence[str],
     notes: Sequence[str],
+    paste: Mapping[str, str],
     command: str,
     settings: Mapping[str, object],
 ) -> str:
@@ -41,7 +42,6 @@ def compare_report(
         for cell in (of[name][0], of[name][-1])
     }
     answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
-    unsettled = ", not settled" if more and more[0].startswith("Not settled") else ""
     lead = " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."])
     about_results = (
         "Means over the seeds, medians of steps and times; * marks a learning rate on the edge of its range. Time is "
@@ -54,6 +54,7 @@ def compare_report(
             by_batch,
         ),
         Section("Results", "\n".join([*notes, about_results]), head=head, rows=rows),
+        *(Section(f"To paste: {title}", code=lines) for title, lines in paste.items()),
         Section(
             "Convergence",
             f"The {error} on the way: mean of the seeds.",
@@ -65,7 +66,7 @@ def compare_report(
             partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
         ),
     ]
-    return render(answer.rstrip(".") + unsettled, lead, shown, sections, [command], settings)
+    return render(answer.rstrip("."), lead, shown, sections, [command], settings)
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:

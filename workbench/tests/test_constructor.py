@@ -1,0 +1,86 @@
+"""The lines to paste of ``bighorn compare``: a program with them trains as the run did."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bighorn_workbench.builtin_tasks.digits import Digits
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.constructor import constructor
+from bighorn_workbench.optimizers import CONTESTANTS
+from bighorn_workbench.run import Run
+from bighorn_workbench.trials import configured
+
+STEPS = 5
+
+
+class Plain(Digits):
+    """Digits whose model has no randomness after its start."""
+
+    def model(self) -> nn.Module:
+        """Return a network with a norm, whose parameters have names of both kinds."""
+        return nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 10))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        """Return the mean cross-entropy."""
+        inputs, targets = batch
+        return super().loss(model, (inputs.flatten(1).to(next(model.parameters()).dtype), targets))
+
+
+class Excluding(Plain):
+    """The same, with another choice of what has no weight decay."""
+
+    def excluded(self, name: str, parameter: nn.Parameter) -> bool:
+        """Exclude the last layer."""
+        return name.startswith("3.") or parameter.ndim < 2
+
+
+def pasted(config: RunConfig, task: Plain) -> list[torch.Tensor]:
+    """Return the weights after the steps of a program that has the lines."""
+    run = Run(config, task)
+    names: dict[str, Any] = {"model": run.model, "task": task}
+    lines = constructor(config, run.total, excluded=hasattr(task, "excluded"))
+    exec(lines, names)
+    optimizer, scheduler = names["optimizer"], names.get("scheduler")
+    for _ in range(STEPS):
+        loss = task.loss(run.model, next(run._batches))
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        if "clip_grad_norm_" in lines:
+            nn.utils.clip_grad_norm_(run.model.parameters(), config.max_grad_norm or 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return [parameter.detach() for parameter in run.model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Plain, Excluding])
+@pytest.mark.parametrize(
+    "name", ["lamb", "came", "came-published", "lars-int8", "lamb-nearest", "lamb-clipped", "nesterov", "adamw"]
+)
+def test_a_program_with_the_lines_trains_as_the_run_did(name: str, kind: type[Plain]) -> None:
+    task = kind()
+    base = RunConfig(**CONTESTANTS[name], batch_size=64, epochs=1, threads=1).resolved(task)
+    decay = "one_minus_momentum" if base.optimizer in ("lars", "sgd") else "one_minus_beta2"
+    config = configured(base, {"lr": 0.02, "weight_decay": 0.1, "warmup": 0.2, decay: 0.05}, seed=1)
+    run = Run(config, task)
+    for _ in range(STEPS):
+        run.train_step()
+    expected = [parameter.detach() for parameter in run.model.parameters()]
+    for one, other in zip(pasted(config, task), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_clip_of_an_optimizer_of_torch_is_a_line_of_the_loop() -> None:
+    config = RunConfig(
+        optimizer="adamw", lr=0.02, weight_decay=0.1, batch_size=64, max_grad_norm=0.5, warmup="0", threads=1, epochs=1
+    )
+    run = Run(replace(config, seed=1).resolved(Plain()), Plain())
+    for _ in range(STEPS):
+        run.train_step()
+    for one, other in zip(pasted(run.config, Plain()), run.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=1e-5, atol=1e-7)
+    assert ".after_warmup" not in constructor(run.config, 10)

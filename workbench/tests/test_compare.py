@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,8 @@ def small(path: Path, **options: object) -> Search:
     defaults = {"optimizers": "lamb", "batch_sizes": "256", "trials": 4, "seeds": 3, "epochs": 1.0}
     return prepare(CompareConfig(**(defaults | options)), Digits(), path)  # type: ignore[arg-type]
 
+
+compare_command = import_module("bighorn_workbench.compare")
 
 SMALL = ["--optimizers", "lamb", "--batch-sizes", "256", "--trials", "4", "--seeds", "3", "--epochs", "1"]
 
@@ -145,10 +148,16 @@ def ten_seconds(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         made.append(config)
         return trial(config.lr or 0.0, config.seed, -abs(math.log(config.lr or 1.0) + 2))
 
-    left: Any = Search.left
+    begun: dict[float, float] = {}  # by deadline
+
+    def left(each: Search) -> float:
+        deadline = each.plan.deadline or 0.0
+        return deadline - begun.setdefault(deadline, time.time()) - 10.0 * len(made)
+
     monkeypatch.setattr(search, "make", counted)
+    monkeypatch.setattr(compare_command, "evaluation_seconds", lambda _: 0.0)
     monkeypatch.setattr(run_queue.Queue, "seconds", lambda _: 10.0)
-    monkeypatch.setattr(Search, "left", property(lambda each: left.fget(each) - 10.0 * len(made)))
+    monkeypatch.setattr(Search, "left", property(left))
     return made
 
 

@@ -1,107 +1,87 @@
-"""``bighorn lr-find``: its curve, its end and its suggestion."""
+"""``bighorn lr-find``: runs at fixed rates, of which the best go on."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
-from bighorn_workbench.lr_find import Curve
-from bighorn_workbench.run import DivergedError, Run
+from bighorn_workbench import lr_find
+from bighorn_workbench.builtin_tasks.digits import Digits
+from bighorn_workbench.config import RunConfig
+from bighorn_workbench.trials import Trial
+from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, assert_self_contained
 
 
-def test_a_search_ends_at_four_times_the_best_and_marks_its_suggestion(invoke: Invoke) -> None:
-    output = invoke("lr-find", "--report", "lr.html", "--json", "lr.json").output
-    found = json.loads(Path("lr.json").read_text())
-    curve = found["curve"]
-    assert "4 x its best" in output
-    assert len(curve["lr"]) < 200
-    past = curve["past_average"]
-    assert past[-1] > 4 * min(past)
-    assert all(loss <= 4 * min(past[: i + 1]) for i, loss in enumerate(past[:-1]))
-    assert curve["lr"][0] == pytest.approx(1e-5)
-    factors = {round(b / a, 9) for a, b in zip(curve["lr"][:-1], curve["lr"][1:], strict=True)}
-    assert factors == {round(1e6 ** (1 / 199), 9)}
-    assert found["suggestion"] in curve["lr"]
-    assert 1e-3 < found["suggestion"] < found["best"]["lr"]
-    page = assert_self_contained(Path("lr.html"))
-    assert f"suggestion: {found['suggestion']:.2g}" in page.text
-    assert f"Suggestion: lr {found['suggestion']:.2g}" in output
+def made(monkeypatch: pytest.MonkeyPatch, best: float, seen: list[RunConfig]) -> None:
+    """Let a run be the better the nearer its rate is to ``best``, or diverge where that is 0."""
+
+    def run(config: RunConfig, *_: Any) -> Trial:
+        seen.append(config)
+        value = -abs(math.log(config.lr or 1.0) - math.log(best)) if best else 0.0
+        return Trial(config, value, 1.0 if best else math.inf, config.steps or 0, None, 0.1, 0, ())
+
+    monkeypatch.setattr(lr_find, "make", run)
+
+
+@pytest.mark.parametrize("best", [0.01, 0.2, 1.0])
+def test_the_best_rates_train_for_longer(best: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+    made(monkeypatch, best, seen)
+    config = RunConfig(threads=1, warmup="18").resolved(Digits())
+    found = lr_find.find(config, Digits(), (0.0005, 5.0))
+    total = seen[-1].steps or 0
+    lengths = [config.steps for config in seen]
+    assert lengths == [round(total / 8)] * 12 + [round(total / 2)] * 4 + [total] * 2
+    near = sorted({config.lr or 0.0 for config in seen[:12]}, key=lambda lr: abs(math.log(lr / best)))
+    assert sorted(near[:4]) == [config.lr for config in seen[12:16]]
+    assert sorted(near[:2]) == [config.lr for config in seen[16:]]
+    assert found.lr == near[0]
+    factors = [b / a for a, b in zip(sorted(near)[:-1], sorted(near)[1:], strict=True)]
+    assert factors == pytest.approx([1e4 ** (1 / 12)] * 11, rel=0.01)
+    assert found.words[0].startswith(f"Suggestion: lr {near[0]:.3g}, with accuracy ")
+    assert not found.edge
+    assert {config.warmup for config in seen} == {f"{100 * 18 / total:.6g}%"}, (
+        "a warm-up in steps is a share of each run"
+    )
+    assert all(config.epochs is None and config.seed == 0 for config in seen)
+
+
+def test_a_rate_at_an_end_and_runs_that_diverge_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(threads=1).resolved(Digits())
+    for best, words in ((1e-6, "give a lower --lr-min"), (100.0, "give a higher --lr-max")):
+        made(monkeypatch, best, [])
+        assert words in lr_find.find(config, Digits(), (0.001, 1.0)).words[-1]
+    made(monkeypatch, 0.0, [])
+    with pytest.raises(ValueError, match=r"every run of full length diverged, also at lr .*Take a lower --lr-min"):
+        lr_find.find(config, Digits(), (0.001, 1.0))
 
 
 def test_the_suggestion_is_good_enough_to_train_with(invoke: Invoke) -> None:
-    invoke("lr-find", "--json", "lr.json")
-    lr = json.loads(Path("lr.json").read_text())["suggestion"]
-    invoke("train", "--lr", lr, "--json", "run.json")
+    output = invoke("lr-find", "--report", "lr.html", "--json", "lr.json").output
+    found = json.loads(Path("lr.json").read_text())
+    assert [len(rung) for rung in found["rungs"]] == [12, 4, 2]
+    assert f"18 of 18: lr {found['rungs'][-1][-1]['lr']:.3g}" in output
+    assert f"Suggestion: lr {found['suggestion']:.3g}" in output
+    assert max(found["rungs"][-1], key=lambda run: (run["accuracy"], -run["loss"]))["lr"] == found["suggestion"]
+    page = assert_self_contained(Path("lr.html"))
+    assert f"Start lamb at lr {found['suggestion']:.3g}" in page.text
+    invoke("train", "--lr", found["suggestion"], "--json", "run.json")
     assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.95
 
 
-def test_smoothing_starts_at_the_first_loss_and_keeps_a_constant() -> None:
-    curve = Curve()
-    for _ in range(5):
-        curve.add(0.1, 3.0)
-    assert curve.smooth == pytest.approx([3.0] * 5)
-    curve.add(0.1, 4.0)
-    assert curve.smooth[-1] == pytest.approx(
-        sum(0.95 ** (5 - i) * loss for i, loss in enumerate([3.0] * 5 + [4.0])) / sum(0.95**i for i in range(6))
-    )
-
-
-def test_the_suggestion_is_between_the_steepest_point_and_the_lowest() -> None:
-    """An average over the past suggested step 70, where the learning rate is three times as large."""
-    curve = Curve()
-    for i in range(120):
-        curve.add(10 ** (i / 20 - 5), 2 - math.tanh((i - 60) / 10) + (i - 84) ** 2 / 500 * (i > 84))
-    best = int(np.argmin(curve.mean))
-    assert abs(best - 84) <= 4
-    assert curve.suggestion() == (60 + best) // 2
-
-
-def test_a_loss_that_only_rises_has_no_suggestion(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Run.train_step
-
-    def rising(run: Run) -> None:
-        step(run)
-        run.history.loss[-1] = 1.0 + 0.01 * run.step
-
-    monkeypatch.setattr(Run, "train_step", rising)
-    output = invoke("lr-find", "--steps", 20, "--lr-max", 0.1, "--report", "lr.html").output
-    assert "No suggestion: the loss rises from the start" in output
-    assert "All 20 steps, up to lr 0.1" in output
-
-
-def test_a_loss_that_still_falls_asks_for_a_higher_end(invoke: Invoke) -> None:
-    assert "The loss has not risen yet: give a higher --lr-max." in invoke("lr-find", "--lr-max", 0.01).output
-    assert "has not risen" not in invoke("lr-find").output
-
-
-@pytest.mark.parametrize(("at", "code", "said"), [(15, 0, "Stopped at lr"), (0, 1, "Take a lower --lr-min")])
-def test_a_run_that_diverges_is_an_end(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, at: int, code: int, said: str
-) -> None:
-    step = Run.train_step
-
-    def bursting(run: Run) -> None:
-        if run.step == at:
-            raise DivergedError("the loss became nan")
-        step(run)
-
-    monkeypatch.setattr(Run, "train_step", bursting)
-    output = invoke("lr-find", "--steps", 30, code=code).output
-    assert "the loss became nan" in output
-    assert said in output
-
-
-@pytest.mark.parametrize(
+@for_every(
     ("options", "message"),
     [
         (["--lr-min", "1", "--lr-max", "0.1"], "--lr-max 0.1 must be above --lr-min 1"),
+        (["--lr-min", "6"], "--lr-max 5 must be above --lr-min 6"),
         (["--lr-min", "0"], "--lr-min=0.0"),
-        (["--steps", "3"], "--steps=3 is out of range: it must be an integer, at least 20"),
+        (["--steps", "0"], "--steps=0 is out of range"),
+        (["--epochs", "1", "--steps", "3"], "--epochs and --steps both set the length"),
         (["--batch-size", "100000"], "batch size 100000 is more than"),
     ],
 )

@@ -195,7 +195,7 @@ def test_accumulated_parts_of_a_task_are_its_batch(invoke: Invoke, mine: str) ->
 
 def test_a_task_is_searched_compared_and_measured(invoke: Invoke, mine: str) -> None:
     place = f"{mine}.py:Circles"
-    assert "Smoothed loss at its best" in invoke("lr-find", "--task", place, "--steps", 20).output
+    assert "Suggestion: lr " in invoke("lr-find", "--task", place, "--steps", 20).output
     assert "82 trainable parameters" in invoke("memory", "--task", place).output
     rates = ["--space", "lamb.lr=0.1", "--space", "adamw.lr=1e-9"]
     options = ["--trials", 1, "--seeds", 3, "--processes", 1, *rates, "--report", "c.html", "--json", "c.json"]

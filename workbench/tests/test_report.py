@@ -131,7 +131,9 @@ SPREAD = (1.2, 1.25, 1.4)
 TIPS = {
     "training, step 1: loss 2": plots.curves([1, 2], [2.0, 1.0], [(2, 0.5)], "loss"),
     "validation, step 2: accuracy 50.00%": plots.curves([1, 2], [0.2, 0.3], [(2, 0.5)], "accuracy"),
-    "learning rate 0.01: loss 0.5": plots.search([0.001, 0.01], [2.0, 1.0], [1.0, 0.5], None),
+    "a, 22 steps: learning rate 0.01, loss 0.5": plots.lines_in_panels(
+        [("a", [("22 steps", [0.001, 0.01], [1.0, 0.5])])], "learning rate", "loss", "run", "loss"
+    ),
     "step 3: lr 0.1": plots.line([1, 2, 3], [0.3, 0.2, 0.1], "lr"),
     "lamb, 2 of 3x4: 8 bytes": plots.bars(["came", "lamb"], [("2 of 3x4", [4.0, 8.0])], "bytes"),
     "Lamb: 1.25 (1.20 to 1.40)": plots.dots([("AdamW", SPREAD), ("Lamb", SPREAD)], "ratio", mark=1.0),

@@ -19,7 +19,7 @@ from bighorn_workbench.interrupts import end_imports
 COMMANDS = {
     "train": "Train a model with LAMB, CAME or one of torch's optimizers.",
     "compare": "Compare optimizers over batch sizes, each tuned by as many trials.",
-    "lr-find": "Find a learning rate to start from, in one short run.",
+    "lr-find": "Find a learning rate to start from, by runs at fixed rates.",
     "bench": "Time optimizer steps beside torch's and other packages'.",
     "memory": "Predict to the byte what a model and its optimizer need.",
     "doctor": "Say which backends work here, and why others do not.",

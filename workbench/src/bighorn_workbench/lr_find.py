@@ -1,28 +1,29 @@
 """``bighorn lr-find``: a learning rate to start from.
 
-The range test of Smith, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186v6, section 3.3: one
-run, whose learning rate grows by the same factor at every step, until the loss shows that it is too large.
+Runs at fixed rates, each a whole run with its own warm-up and decay: many short ones, then the best of them longer, as
+in successive halving (Jamieson and Talwalkar, arXiv:1502.07943v1). A range test, one run whose rate grows at every step
+(Smith, arXiv:1506.01186v6), suggested rates a decade apart for the same task with other seeds.
 """
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-from rich.console import Console
 
-from bighorn.schedules import Exponential
 from bighorn_workbench import files
-from bighorn_workbench.builtin_tasks import load
-from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks import fingerprint, load
+from bighorn_workbench.builtin_tasks.trial import Trial as TaskTrial
 from bighorn_workbench.builtin_tasks.user import UserTask
-from bighorn_workbench.checks import integer
 from bighorn_workbench.config import RunConfig
-from bighorn_workbench.display import counting, terminal
+from bighorn_workbench.costs import evaluation_seconds, step_seconds
+from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.metrics import metric_text
+from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.options import (
     FILE,
     MOST,
@@ -34,166 +35,204 @@ from bighorn_workbench.options import (
     given,
     option,
 )
-from bighorn_workbench.run import DivergedError, Run
-from bighorn_workbench.smoothing import smoothed
-from bighorn_workbench.tasks import defaults
+from bighorn_workbench.run import Run
+from bighorn_workbench.space import scanned, spans
+from bighorn_workbench.tasks import Task, defaults
+from bighorn_workbench.trials import Trial, held_out, make, ordered
+from bighorn_workbench.values import warmup_steps
 
 SHARED = (
-    *("task", "data", "optimizer", "batch_size", "weight_decay", "seed", "precision", "max_grad_norm"),
-    *("state_dtype", "optimizer_option", "backend", "device", "threads"),
+    *("task", "data", "optimizer", "batch_size", "warmup", "schedule", "epochs", "steps", "weight_decay", "seed"),
+    *("precision", "max_grad_norm", "state_dtype", "optimizer_option", "backend", "device", "threads"),
 )
-"""The options that a range test has in common with a run."""
+"""The options that a search has in common with a run."""
 
-MEMORY = 0.95
-"""The average that ends the run has this weight on previous values, and is corrected for its start at 0."""
+RUNGS = ((12, 8), (4, 2), (2, 1))
+"""How many rates are tried, and by what their runs are shorter; the best of each rung go on to the next."""
 
-TOO_LARGE = 4.0
-"""The test ends when this average is so many times its best."""
-
-SETTLING = 10
-"""Steps whose slopes do not count, since the loss falls at first for any learning rate."""
-
-HALF = 10
-"""Steps on each side in the mean whose slope and minimum give the suggestion: the other average lags by 20 steps, in
-which the learning rate grows to four times."""
+RUNS, WHOLE_RUNS = sum(count for count, _ in RUNGS), sum(count / part for count, part in RUNGS)
+"""The runs of a search, and in how many whole runs there are as many steps."""
 
 
 @dataclass(frozen=True)
 class SearchConfig(Options):
-    """The options of a range test, in addition to those of the run."""
+    """The options of a search, in addition to those of the run."""
 
-    lr_min: float = option(1e-5, "The first step's learning rate.", check=POSITIVE)
-    lr_max: float = option(10.0, "The last step's, unless the loss ends the search before.", check=POSITIVE)
-    steps: int = option(200, "Steps from one to the other.", check=partial(integer, least=2 * SETTLING))
+    lr_min: float | None = option(
+        None,
+        "The lowest rate.",
+        shown=", ".join(f"{name} {recipe.space['lr'][0]:g}" for name, recipe in OPTIMIZERS.items()),
+        check=POSITIVE,
+    )
+    lr_max: float | None = option(
+        None,
+        "The highest rate.",
+        shown=", ".join(f"{name} {recipe.space['lr'][1]:g}" for name, recipe in OPTIMIZERS.items()),
+        check=POSITIVE,
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 < self.lr_max / self.lr_min <= MOST:
-            raise InputError(
-                f"--lr-max {self.lr_max:g} must be above --lr-min {self.lr_min:g}, and at most {MOST:g} times as large."
-            )
+    def span(self, optimizer: str) -> tuple[float, float]:
+        """Return the range of rates.
+
+        Raises:
+            InputError: It is empty, or wider than numbers are.
+        """
+        low, high = OPTIMIZERS[optimizer].space["lr"]
+        low, high = self.lr_min or low, self.lr_max or high
+        if not 1 < high / low <= MOST:
+            raise InputError(f"--lr-max {high:g} must be above --lr-min {low:g}, and at most {MOST:g} times as large.")
+        return low, high
 
 
-@dataclass
-class Curve:
-    """A learning rate, a loss and a smoothed loss for each step."""
+@dataclass(frozen=True)
+class Found:
+    """What came of a search.
 
-    lrs: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    smooth: list[float] = field(default_factory=list)
+    Attributes:
+        rungs: The runs of each length, rates ascending; the last ones have the length of the run that is asked for.
+        metric: The name of the metric, on validation data.
+        higher_is_better: Whether a larger value is better.
+    """
 
-    def add(self, lr: float, loss: float) -> None:
-        """Add a step."""
-        t = len(self.losses)
-        average = self.smooth[-1] * (1 - MEMORY**t) if t else 0.0
-        self.lrs.append(lr)
-        self.losses.append(loss)
-        self.smooth.append((MEMORY * average + (1 - MEMORY) * loss) / (1 - MEMORY ** (t + 1)))
+    rungs: list[list[Trial]]
+    metric: str
+    higher_is_better: bool
 
     @property
-    def over(self) -> bool:
-        """Whether the loss shows that the learning rate is too large."""
-        return bool(self.smooth) and self.smooth[-1] > TOO_LARGE * min(self.smooth)
+    def lr(self) -> float:
+        """The rate of the best run of full length."""
+        return float(ordered(self.rungs[-1], self.higher_is_better)[0].config.lr or 0.0)
 
     @property
-    def mean(self) -> np.ndarray:
-        """The running mean of the losses."""
-        return smoothed(self.losses, HALF)
+    def edge(self) -> str:
+        """The option of the end of the range at which the rate is; "" if it is at none."""
+        rates = [run.config.lr for run in self.rungs[0]]
+        return {rates[0]: "lower --lr-min", rates[-1]: "higher --lr-max"}.get(self.lr, "")
 
-    def suggestion(self) -> int | None:
-        """Return the step halfway from where the mean falls most steeply over log(lr) to its minimum, or None."""
-        mean = self.mean
-        best = int(np.argmin(mean))
-        if best <= SETTLING:
-            return None
-        slopes = np.gradient(mean[: best + 1], np.log(self.lrs[: best + 1]))
-        return (SETTLING + int(np.argmin(slopes[SETTLING:])) + best) // 2
+    @property
+    def words(self) -> list[str]:
+        """The suggestion in sentences."""
+        best = ordered(self.rungs[-1], self.higher_is_better)[0]
+        rates = [run.config.lr or 0.0 for run in self.rungs[0]]
+        factor = (rates[-1] / rates[0]) ** (1 / (len(rates) - 1))
+        lines = [
+            f"Suggestion: lr {self.lr:.3g}, with {self.metric} {metric_text(self.metric, best.value)} on validation "
+            f"data; rates were tried by factors of {factor:.2g}, with one seed."
+        ]
+        if self.edge:
+            lines.append(f"That is the end of what was tried: give a {self.edge}.")
+        return lines
+
+
+def find(
+    config: RunConfig, task: Task, span: tuple[float, float], done: Callable[[Trial], object] = lambda _: None
+) -> Found:
+    """Search; ``done`` is called with each run.
+
+    Args:
+        config: The resolved options of the run that is asked for.
+        task: The task.
+        span: The lowest and the highest rate.
+        done: A function of each run. Default: none
+
+    Raises:
+        InputError: Every run has diverged.
+    """
+    tuned, higher = held_out(task), defaults(task).higher_is_better
+    total = Run(config, tuned).total
+    warmup = f"{100 * warmup_steps(config.warmup, total) / total:.6g}%"
+    rates: Sequence[float] = scanned(*span, RUNGS[0][0])
+    rungs: list[list[Trial]] = []
+    for count, part in RUNGS:
+        if rungs:
+            rates = sorted(run.config.lr or 0.0 for run in ordered(rungs[-1], higher)[:count])
+        rungs.append([])
+        for lr in rates:
+            steps = max(1, round(total / part))
+            run = make(replace(config, lr=lr, steps=steps, epochs=None, warmup=warmup), tuned, "validation")
+            rungs[-1].append(run)
+            done(run)
+    if all(run.loss == float("inf") for run in rungs[-1]):
+        raise InputError(f"every run of full length diverged, also at lr {min(rates):g}. Take a lower --lr-min.")
+    return Found(rungs, task.metric, higher)
 
 
 @click.command("lr-find", cls=Command, epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
 @config_options(SearchConfig)
 @config_options(RunConfig, only=SHARED)
-@click.option("--report", type=FILE, help="Write an HTML report with the curve.")
-@click.option("--json", "json_file", type=FILE, help="Write the curve and what it depends on as JSON.")
+@click.option("--report", type=FILE, help="Write an HTML report with the curves.")
+@click.option("--json", "json_file", type=FILE, help="Write every run and what it depends on as JSON.")
 @click.pass_context
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
-    """Find a learning rate to start from, in one short run.
+    """Find a learning rate to start from, by runs at fixed rates.
 
-    The learning rate grows by the same factor at each step. The run ends early when the smoothed loss is 4 times the
-    best. The suggestion is halfway from where the loss falls most steeply to where it is lowest; bighorn compare tunes
-    in earnest.
+    Twelve rates train for an eighth of the run, the best four for half of it, and the best two in full, as long as
+    five and a half runs together. The best on validation data is the suggestion; bighorn compare tunes other options,
+    too, and says by how much seeds differ.
     """
     search = SearchConfig(**given(ctx, SearchConfig))
-    config = RunConfig(**{**given(ctx, RunConfig), "steps": search.steps, "warmup": "0"})
+    config = RunConfig(**given(ctx, RunConfig))
     config.check()
+    span = search.span(config.optimizer)
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     task = load(config.task, config.data)
     config = config.resolved(task)
     if isinstance(task, UserTask):
-        Trial(task, config).run()
-    run = Run(config, task)
+        TaskTrial(task, config).run()
+    run = Run(config, held_out(task), split="validation")
     about = provenance(command_line(ctx), config.device)
     console = terminal()
     console.print(f"{config.task}: {defaults(task).description}; {config.optimizer}, batch {config.batch_size}")
-    curve, ended = range_test(run, search, console)
-    chosen, mean = curve.suggestion(), curve.mean
-    best = int(np.argmin(mean))
-    words = [ended, f"Smoothed loss at its best: {mean[best]:.4f} at lr {curve.lrs[best]:.2g}."]
-    if chosen is None:
-        words.append("No suggestion: the loss rises from the start. Take a lower --lr-min.")
-    else:
-        words.append(f"Suggestion: lr {curve.lrs[chosen]:.2g}, between the steepest fall of the loss and its lowest.")
-    if len(mean) == search.steps and best > 0.9 * search.steps:
-        words.append("The loss has not risen yet: give a higher --lr-max.")
-    for line in words:
-        console.print(line)
+    console.print(f"{RUNS} runs, {spans({'lr': span})}, with as many steps as {WHOLE_RUNS:g} of {run.total}")
+    seconds = WHOLE_RUNS * run.total * step_seconds(run) + RUNS * evaluation_seconds(run)
+    console.print(f"This takes {duration(seconds)}{busy()}.")
+    with counting(console) as bar:
+        bar_task, made = bar.add_task("runs", total=RUNS), []
 
-    settings = asdict(search) | {name: getattr(config, name) for name in SHARED}
+        def done(trial: Trial) -> None:
+            made.append(trial)
+            bar.advance(bar_task)
+            if not console.is_terminal:
+                value = metric_text(task.metric, trial.value)
+                console.print(f"{len(made)} of {RUNS}: lr {trial.config.lr:.3g}, {trial.steps} steps: {value}")
+
+        found = find(config, task, span, done)
+    for line in found.words:
+        console.print(line)
+    head, rows = _table(found)
+    console.print(table_of(head, rows))
+    settings = {"lr_min": span[0], "lr_max": span[1]} | {name: getattr(config, name) for name in SHARED}
 
     def page() -> str:
         from bighorn_workbench.reports import Section, plots, render
 
-        rate = None if chosen is None else f"{curve.lrs[chosen]:.2g}"
-        title = f"Start {config.optimizer} at lr {rate}" if rate else f"No learning rate for {config.optimizer}"
-        lead = f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}."
-        tiles = {
-            "suggested learning rate": rate or "none",
-            "best smoothed loss": f"{mean[best]:.4f}",
-            "steps": f"{len(curve.lrs)}",
-        }
-        text = "\n".join(["One run whose learning rate grows by the same factor at each step.", *words])
-        figure = partial(plots.search, curve.lrs, curve.losses, mean.tolist(), chosen)
-        sections = [Section("Loss by learning rate", text, figure)]
+        title = f"Start {config.optimizer} at lr {found.lr:.3g}"
+        lead = f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}. {' '.join(found.words)}"
+        tiles = {"suggested learning rate": f"{found.lr:.3g}", "runs": f"{RUNS}", "steps in full": f"{run.total}"}
+        lines = [
+            (f"{rung[0].steps}", [each.config.lr or 0.0 for each in rung], [each.value for each in rung])
+            for rung in found.rungs
+        ]
+        label = f"validation {task.metric}"
+        figure = partial(plots.lines_in_panels, [("", lines)], "learning rate", label, "steps", task.metric)
+        text = "The best rates of each length train for longer, with a warm-up and a decay of their own."
+        sections = [Section("By learning rate", text, figure), Section("Runs", head=head, rows=rows)]
         return render(title, lead, tiles, sections, [about["command"]], settings, config.device)
 
     content = {
         **about,
         "config": settings,
-        "data": {"description": defaults(task).description, "sha256": run.fingerprint},
-        "suggestion": None if chosen is None else curve.lrs[chosen],
-        "best": {"lr": curve.lrs[best], "smoothed_loss": float(mean[best])},
-        "curve": {"lr": curve.lrs, "loss": curve.losses, "smoothed_loss": mean.tolist(), "past_average": curve.smooth},
-        "words": words,
+        "data": {"description": defaults(task).description, "sha256": fingerprint(task, config.batch_size or 1)},
+        "suggestion": found.lr,
+        "metric": task.metric,
+        "rungs": [[each.as_json(task.metric) | {"steps": each.steps} for each in rung] for rung in found.rungs],
+        "words": found.words,
     }
     files.finish(console.print, report, page, json_file, lambda: content)
 
 
-def range_test(run: Run, search: SearchConfig, console: Console) -> tuple[Curve, str]:
-    """Train until the loss is too large or all steps are made; return the curve and the reason why it ends."""
-    run.schedule = Exponential(search.lr_min, search.lr_max / search.lr_min, search.steps - 1)
-    curve = Curve()
-    with counting(console) as bar:
-        task = bar.add_task("steps", total=search.steps)
-        while not run.done:
-            lr = run.schedule(run.step)
-            try:
-                run.train_step()
-            except DivergedError as error:
-                if not curve.losses:
-                    raise InputError(f"{error}, at the lowest learning rate. Take a lower --lr-min.") from error
-                return curve, f"Stopped at lr {lr:.2g}: {error}."
-            curve.add(lr, run.history.loss[-1])
-            if curve.over:
-                return curve, f"Stopped at lr {lr:.2g}, step {run.step}: the smoothed loss is {TOO_LARGE:g} x its best."
-            bar.advance(task)
-    return curve, f"All {search.steps} steps, up to lr {search.lr_max:g}."
+def _table(found: Found) -> tuple[list[str], list[list[str]]]:
+    """Return the values by rate and length as text."""
+    head = ["lr", *(f"{rung[0].steps} steps" for rung in found.rungs)]
+    values = [{run.config.lr: metric_text(found.metric, run.value) for run in rung} for rung in found.rungs]
+    return head, [[f"{lr:.3g}", *(each.get(lr, "") for each in values)] for lr in values[0]]

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks.trial import Trial as TaskTrial
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.compare import CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
-from bighorn_workbench.display import terminal
-from bighorn_workbench.lr_find import Curve, SearchConfig, range_test
-from bighorn_workbench.run import Run
+from bighorn_workbench.lr_find import Found, SearchConfig, find
 from bighorn_workbench.tasks import Task
 from bighorn_workbench.trials import Cell
 from bighorn_workbench.verdict import verdicts
 
-__all__ = ["Cell", "Comparison", "Curve", "compare", "lr_find"]
+__all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
 
 
 @dataclass(frozen=True)
@@ -77,21 +75,23 @@ def compare(
         search.release()
         search.work()
         cells = search.cells()
-    return Comparison(cells, verdicts(cells))
+    return Comparison(cells, verdicts(cells, config.baseline) if cells else [])
 
 
-def lr_find(task: Task, optimizer: str = "lamb", lr_min: float = 1e-5, lr_max: float = 10.0, **options: Any) -> Curve:
-    """Find a learning rate where the loss falls fastest as it grows, as ``bighorn lr-find`` does.
+def lr_find(
+    task: Task, optimizer: str = "lamb", lr_min: float | None = None, lr_max: float | None = None, **options: Any
+) -> Found:
+    """Find a learning rate to start from, as ``bighorn lr-find`` does.
 
     Args:
         task: The task.
         optimizer: The name of an optimizer, as of ``--optimizer``. Default: "lamb"
-        lr_min: The first learning rate. Default: 1e-5
-        lr_max: The last one, unless the loss ends the search before. Default: 10
-        options: Other options of the command by name, such as ``steps=200`` or ``batch_size=64``.
+        lr_min: The lowest rate. Default: that of the optimizer
+        lr_max: The highest rate. Default: that of the optimizer
+        options: Other options of the command by name, such as ``epochs=2`` or ``batch_size=64``.
 
     Returns:
-        The curve; ``curve.lrs[curve.suggestion()]`` is the rate, where ``suggestion()`` is not None.
+        The runs; ``lr`` is the rate.
 
     Raises:
         ValueError: An option is wrong, or something of the task.
@@ -102,13 +102,13 @@ def lr_find(task: Task, optimizer: str = "lamb", lr_min: float = 1e-5, lr_max: f
         >>> inputs = torch.randn(64, 4)
         >>> data = inputs, (inputs[:, 0] > 0).long()
         >>> task = Classification(data, data, model=lambda: torch.nn.Linear(4, 2))
-        >>> len(lr_find(task, "sgd", steps=20, lr_max=0.1, batch_size=32).lrs)
-        20
+        >>> found = lr_find(task, "sgd", lr_min=0.1, lr_max=1.0, batch_size=16, epochs=2)
+        >>> 0.1 < found.lr < 1.0
+        True
     """
-    search = SearchConfig(lr_min, lr_max, **({"steps": options["steps"]} if "steps" in options else {}))
-    own = UserTask(task, type(task).__name__)
-    config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer, "steps": search.steps, "warmup": "0"})
+    search, own = SearchConfig(lr_min, lr_max), UserTask(task, type(task).__name__)
+    config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer})
     config.check()
     config = config.resolved(own)
-    Trial(own, config).run()
-    return range_test(Run(config, own), search, terminal(quiet=True))[0]
+    TaskTrial(own, config).run()
+    return find(config, own, search.span(optimizer))

@@ -220,10 +220,15 @@ def make(
     )
 
 
-def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
-    """Return the trial of the best value; of equal ones that of the lowest loss, then the first."""
+def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
+    """Return trials, the best value first; of equal ones that of the lowest loss, then the first."""
     sign = -1 if higher else 1
-    return min(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+    return sorted(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+
+
+def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
+    """Return the best trial."""
+    return ordered(trials, higher)[0]
 
 
 def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:

@@ -62,27 +62,6 @@ def curves(
 
 
 @drawn
-def search(
-    lrs: Sequence[float], losses: Sequence[float], smooth: Sequence[float], chosen: int | None, width: float = WIDTH
-) -> str:
-    """Draw the loss over a growing learning rate, faint per step and smoothed, with the suggestion marked."""
-    figure = Figure(figsize=(width, 3.6))
-    axes = figure.add_subplot()
-    axes.plot(lrs, losses, color=SERIES[0], alpha=0.3, linewidth=0.8, label="each step")
-    axes.plot(lrs, smooth, color=SERIES[0], label="smoothed")
-    for lr, loss in zip(*thinned(lrs, smooth), strict=True):
-        add_tip(axes, lr, loss, f"learning rate {lr:.2g}: loss {loss:.4g}")
-    if chosen is not None:
-        at, height = lrs[chosen], smooth[chosen]
-        axes.axvline(at, color=SERIES[1], linewidth=1.2, linestyle="--")
-        axes.plot([at], [height], "o", color=SERIES[1], markersize=7, label=f"suggestion: {at:.2g}")
-    highest = 1.15 * min(max(losses), 4 * min(smooth))
-    axes.set(xscale="log", ylim=(0, highest), xlabel="learning rate", ylabel="training loss")
-    axes.legend()
-    return to_svg(figure, "training loss by learning rate")
-
-
-@drawn
 def line(steps: Sequence[int], values: Sequence[float], label: str, width: float = WIDTH) -> str:
     """Draw one quantity over the steps."""
     figure = Figure(figsize=(width, 2.2))

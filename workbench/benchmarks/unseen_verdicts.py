@@ -1,0 +1,85 @@
+"""Whether verdicts of `bighorn compare` on tasks that nobody here chose are right: beside an exhaustive grid of rates.
+
+    python workbench/benchmarks/unseen_verdicts.py GRID JSON [BUDGET]   # GRID of rate_grid.py; two minutes a task
+
+Each task begins with an empty study. A verdict is right if it is settled and the best rate of the grid has the same
+sign, wrong if it has the other one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
+from bighorn_workbench.verdict import interval
+from rate_grid import PLACE
+from rate_search import loss_of
+
+BASELINE, OTHERS = "adamw", ("lamb", "came")
+SETTLED = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")
+
+
+def asked(task: str, budget: str) -> dict[str, Any]:
+    """Return the command's words about a task, and the seconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "c.json"
+        words = ["--task", f"{PLACE}:{task}", "--optimizers", ",".join((BASELINE, *OTHERS)), "--budget", budget]
+        started = time.perf_counter()
+        command = Path(sys.executable).with_name("bighorn")
+        subprocess.run([command, "compare", *words, "--json", file], check=True, capture_output=True)
+        seconds = time.perf_counter() - started
+        content = json.loads(file.read_text())
+    cells = {cell["name"]: {"lr": cell["config"]["lr"], "final": cell["final"]} for cell in content["cells"]}
+    return {"seconds": seconds, "trials": content["config"]["trials"], "words": content["words"], "cells": cells}
+
+
+def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]:
+    """Return for each optimizer what the command and the grid say of it."""
+    said = {found[1]: 1 if found[2] == "ahead of" else -1 for line in words if (found := SETTLED.match(line))}
+    metric, grid = saved["metric"], saved["grid"]
+    verdicts = {}
+    for name in OTHERS:
+        ahead = loss_of(grid[BASELINE], metric) - loss_of(grid[name], metric)
+        seeds = [best_seeds(grid[each], metric) for each in (BASELINE, name)]
+        _, half = interval([one - other for one, other in zip(*seeds, strict=True)])
+        untuned = any(line.startswith("Not tuned") and f" {name} against" in line for line in words)
+        verdict = "not tuned" if untuned else "not settled"
+        if name in said:
+            verdict = "right" if said[name] * ahead > 0 else "wrong"
+        verdicts[name] = {"verdict": verdict, "grid_ahead": ahead, "grid_interval": half}
+    return verdicts
+
+
+def best_seeds(grid: dict[str, list[float]], metric: str) -> list[float]:
+    """Return the values of the seeds at the best rate of a grid."""
+    return min(grid.values(), key=lambda values: loss_of({"1": values}, metric))
+
+
+def main(grid_file: Path, file: Path, budget: str) -> None:
+    """Ask about each task, and write what came of it."""
+    tasks = json.loads(grid_file.read_text())["tasks"]
+    found: dict[str, Any] = {**provenance(f"python {' '.join(sys.argv)}"), "budget": budget, "tasks": {}}
+    for task, saved in tasks.items():
+        answer = asked(task, budget)
+        verdicts = judged(saved, answer["words"])
+        found["tasks"][task] = {**answer, "verdicts": verdicts}
+        print(f"{task}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {verdicts}", flush=True)
+        write_json(file, found)
+    counts = [each["verdict"] for task in found["tasks"].values() for each in task["verdicts"].values()]
+    found["counts"] = {kind: counts.count(kind) for kind in ("right", "wrong", "not settled", "not tuned")}
+    found["seconds"] = statistics.fmean(task["seconds"] for task in found["tasks"].values())
+    write_json(file, found)
+    print(found["counts"])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *(sys.argv[3:] or ["2min"]))

@@ -729,6 +729,8 @@ def test_one_decay_of_each_optimizer_is_searched() -> None:
         (["--space", "lamb.lr=1,2,3"], "has 3 numbers: give the lowest and the highest"),
         (["--space", "lamb.warmup=0.1,10"], "warmup is at most 1"),
         (["--trials", "0"], "--trials=0"),
+        (["--budget", "1,5h"], "--budget '1,5h' is not a time like 2h, 90min or 1.5d. Write 1.5h, with a point."),
+        (["--optimizers", "adamW8bit"], "no 'adamW8bit' here; did you mean adamw?"),
         (["--budget", "2"], "--budget '2' is not a time like 2h, 90min or 1.5d."),
         (["--budget", "0.0s"], "--budget '0.0s' is not a time like 2h"),
         (["--baseline", "sgd"], "--baseline: no 'sgd' here; there are lamb, adamw."),

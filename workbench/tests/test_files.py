@@ -146,6 +146,38 @@ def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
     assert [made in invoke(*options).output for _ in range(2)] == [True, False]
 
 
+@pytest.mark.parametrize("command", [("train", "--save"), ("train", "--json"), ("memory", "--report")])
+def test_a_missing_folder_of_an_absolute_path_is_no_wish(
+    command: tuple[str, str], invoke: Invoke, tmp_path: Path
+) -> None:
+    """It is a misspelt name, or a disk that is not mounted; a relative path is below where the user is."""
+    wanted = tmp_path / "rnus" / "run"
+    output = invoke(*command, wanted, code=1).output
+    assert f"{command[1]} {wanted}: there is no folder {tmp_path / 'rnus'}. Correct the name, or make" in output
+    assert not wanted.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "remedy"),
+    [
+        ("--report", "r.pdf", "this option writes HTML, which .pdf does not name. Give r.html, or a name without"),
+        ("--report", "r.JSON", "this option writes HTML, which .json does not name. Give r.html"),
+        ("--json", "r.html", "this option writes JSON, which .html does not name. Give r.json"),
+        ("--save", "r.json", "this option writes a checkpoint, which .json does not name. Give r.pt"),
+    ],
+)
+def test_a_name_of_another_kind_of_file_is_refused(option: str, name: str, remedy: str, invoke: Invoke) -> None:
+    assert f"{option} {name}: {remedy}" in invoke("train", "--steps", 1, option, name, code=1).output
+    assert not Path(name).exists()
+
+
+def test_other_names_and_pipes_of_any_name_are_taken(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pdf")
+    for option, names in {"--report": ("r", "r.htm", "r.HTML", "r.v2", "pipe.pdf"), "--json": ("j", "j.txt")}.items():
+        for name in names:
+            files.check_outputs({option: tmp_path / name})
+
+
 def test_an_empty_name_is_refused(invoke: Invoke) -> None:
     for option in ("--save", "--json", "--report", "--resume"):
         assert "is empty" in invoke("train", "--steps", 1, option, "", code=2).output

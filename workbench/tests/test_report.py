@@ -1,6 +1,7 @@
 """Reports have their required contents, and load nothing from elsewhere."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,25 @@ def test_smoothing_keeps_a_constant_and_the_ends() -> None:
     np.testing.assert_allclose(smoothed([2.0] * 500, 6), 2.0)
     line = np.arange(500.0)
     np.testing.assert_allclose(smoothed(line.tolist(), 6), line)
+
+
+@pytest.mark.parametrize("xlabel", ["epoch", "learning rate"])
+def test_the_legend_has_the_lines_that_are_drawn(xlabel: str) -> None:
+    """A run of one evaluation is a point, one that diverged is nothing, and a colour is the same in all panels."""
+    nothing, gap = ([1.0, 2.0], [math.inf, math.nan]), ([1.0, 2.0, 3.0], [math.nan, 0.3, math.nan])
+    first = [("whole", [1.0, 2.0], [0.5, 0.25]), ("lost", *nothing), ("single", [2.0], [0.5]), ("gap", *gap)]
+    svg = plots.lines_in_panels([("a", first), ("b", [("gap", *gap)])], xlabel, "error", "optimizer", "loss")
+    drawn = svg.partition('<g id="legend')[0] if '<g id="legend' in svg else svg
+    assert "lost" not in re.sub(r"<title>.*?</title>", "", svg)
+    assert all(f">{name}</text>" in svg for name in ("whole", "single", "gap"))
+    points = re.findall(r'<use [^>]*style="fill: (var\(--s\d\))[^"]*"', drawn)
+    assert points.count("var(--s3)") >= 1
+    assert points.count("var(--s4)") >= 2
+    ranges = plots.ranges(
+        [("whole", [8, 16], [(0.1, 0.2, 0.3)] * 2), ("lost", [8], [(math.inf,) * 3])], "batch", "loss"
+    )
+    assert ">lost</text>" not in ranges
+    assert ">whole</text>" in ranges
 
 
 def test_points_have_titles() -> None:

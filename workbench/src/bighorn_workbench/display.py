@@ -205,9 +205,16 @@ def quantity(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """A ratio in at most five characters: .0123, 1.2, 35, 1e-06."""
-    text = f"{value:.2g}"
-    return text.removeprefix("0") if text.startswith("0.") else text
+    """A ratio in at most five characters.
+
+    Example:
+        >>> short(0.0123), short(1.23), short(0.000123), short(1.23e-6), short(99.7), short(4567.0)
+        ('.012', '1.2', '.0001', '1e-06', '100', '4.6k')
+    """
+    if value >= 99.5:
+        return quantity(value)
+    texts = [f"{value:.{digits}g}".removeprefix("0" if 0 < value < 1 else "") for digits in (2, 1)]
+    return texts[0] if len(texts[0]) <= 5 else texts[1]
 
 
 def busy() -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 import sys
 import tempfile
@@ -25,6 +26,19 @@ KINDS = {
     stat.S_IFCHR: "device",
 }
 
+ENDINGS = {
+    "--report": ("HTML", (".html", ".htm")),
+    "--json": ("JSON", (".json",)),
+    "--save": ("a checkpoint", (".pt", ".pth", ".ckpt", ".bin")),
+}
+"""What an option writes, and the endings that name it."""
+
+OTHERS = (
+    *(".csv", ".docx", ".gif", ".ipynb", ".jpeg", ".jpg", ".jsonl", ".md", ".npz", ".pdf", ".pkl", ".png", ".py"),
+    *(".safetensors", ".svg", ".toml", ".xlsx", ".xml", ".yaml", ".yml", ".zip"),
+)
+"""Endings that name what none of these options writes."""
+
 STREAMED = (stat.S_IFIFO, stat.S_IFCHR)
 """Types of files that are written to and never replaced, such as /dev/stdout."""
 
@@ -36,12 +50,16 @@ class WriteError(InputError):
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
     """Create the folders of outputs; raise an error for a path whose write would, hours later, fail or destroy a file.
 
+    The folder of a relative path is made, and said. That of an absolute one must exist: a missing one is a misspelt
+    name, or a disk that is not mounted.
+
     Args:
         outputs: Path by option; None is an option that was not given.
         inputs: Likewise, files that no output may overwrite. Default: None
 
     Raises:
-        InputError: A path cannot be written to, or an output is the same file as another output or an input.
+        InputError: A path cannot be written to, its name is that of another kind of file, or an output is the same file
+            as another output or an input.
     """
     seen = {option: Path(path) for option, path in (inputs or {}).items() if path}
     for option, path in outputs.items():
@@ -63,7 +81,13 @@ def check_writable(path: Path, option: str) -> None:
         _check_kind(status, f"{option} {path}")
         if _replaceable(status):
             target = _target(path)
+            _check_ending(path, option)
             if not target.parent.exists():
+                if path.is_absolute():
+                    raise InputError(
+                        f"{option} {path}: there is no folder {path.parent}. Correct the name, or make the folder "
+                        f"first: mkdir -p {shlex.quote(str(path.parent))}"
+                    )
                 target.parent.mkdir(parents=True)
                 click.echo(f"{option}: made the folder {path.parent}", err=True)
             with tempfile.TemporaryFile(dir=target.parent):
@@ -72,6 +96,17 @@ def check_writable(path: Path, option: str) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise InputError(f"{option} {path} cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def _check_ending(path: Path, option: str) -> None:
+    """Raise an error for a name that ends as those of another kind of file do."""
+    kind, own = ENDINGS.get(option, ("", ()))
+    ending = path.suffix.lower()
+    if kind and ending not in own and ending in {*OTHERS, *(each for _, known in ENDINGS.values() for each in known)}:
+        raise InputError(
+            f"{option} {path}: this option writes {kind}, which {ending} does not name. Give "
+            f"{path.with_suffix(own[0])}, or a name without an ending."
+        )
 
 
 def check_regular(path: Path, option: str) -> None:

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from bighorn_workbench.checks import integer, number
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.values import suggestion
+from bighorn_workbench.values import comma_hint, suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,6 +33,39 @@ class FilePath(click.Path):
 
 
 FILE = FilePath()
+
+
+class Whole(click.types.IntParamType):
+    """An integer. The error of one with a comma says how to write it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read an integer."""
+        return _hinted(super().convert, value, param, ctx, whole=True)
+
+
+class Real(click.types.FloatParamType):
+    """A number. The error of one with a comma says how to write it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read a number."""
+        return _hinted(super().convert, value, param, ctx)
+
+
+def _hinted(
+    convert: Callable[..., Any],
+    value: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+    whole: bool = False,
+) -> Any:
+    try:
+        return convert(value, param, ctx)
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{error.message}{comma_hint(str(value), whole)}", ctx, param) from None
+
+
+KINDS: dict[Any, "click.ParamType[Any]"] = {int: Whole(), float: Real()}
+"""The types of options whose fields are numbers."""
 
 
 class Name(click.Choice):  # type: ignore[type-arg]  # click 8.1 has no argument for it
@@ -171,7 +204,7 @@ def config_options(config: type[Any], only: Container[str] | None = None) -> Cal
             plain = next(iter(typing.get_args(hint)), hint)  # int of `int | None`, str of `tuple[str, ...]`
             command = click.option(
                 flag_of(field.name),
-                type=None if hint is bool else kind or (Name(choices) if choices else plain),
+                type=None if hint is bool else kind or (Name(choices) if choices else KINDS.get(plain, plain)),
                 is_flag=hint is bool,
                 default=field.default,
                 multiple=isinstance(field.default, tuple),

@@ -25,11 +25,25 @@ COMMAND_ARGUMENTS = (
 """Arguments of an optimizer that other options of the command set, so that ``--optimizer-option`` cannot."""
 
 
+def comma_hint(text: str, whole: bool = False) -> str:
+    """Return a sentence that says how to write a number with a comma; nothing for another text.
+
+    Example:
+        >>> comma_hint("0,01"), comma_hint("1,000", whole=True), comma_hint("0.01")
+        (' Write 0.01, with a point.', ' Write 1000, without a comma.', '')
+    """
+    if whole:
+        thousands = re.fullmatch(r"\d{1,3}(,\d{3})+", text)
+        return f" Write {text.replace(',', '')}, without a comma." if thousands else ""
+    decimal = re.fullmatch(r"[+-]?\d*,\d+(e[+-]?\d+)?[ %a-z]*", text, re.IGNORECASE)
+    return f" Write {text.replace(',', '.')}, with a point." if decimal else ""
+
+
 def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> float:
     """Return the number that a text like ``1.5 h`` names in one of some units."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)
     if found is None or not float(found[1]) or found[2] not in units:
-        raise InputError(f"{flag} {text!r} is not {like}.")
+        raise InputError(f"{flag} {text!r} is not {like}.{comma_hint(text)}")
     return float(found[1]) * units[found[2]]
 
 
@@ -128,7 +142,10 @@ def warmup_steps(warmup: str, total: int) -> int:
     """
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)(%?)", warmup.strip())
     if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
-        raise InputError(f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%).")
+        raise InputError(
+            f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%)."
+            f"{comma_hint(warmup)}"
+        )
     return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
 
 
@@ -148,7 +165,9 @@ def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
     except ValueError:
         scale = math.nan
     if not 1 <= scale <= torch.finfo(torch.float32).max:
-        raise InputError(f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.")
+        raise InputError(
+            f"--loss-scale {text} is neither none, dynamic nor a number of at least 1, such as 1024.{comma_hint(text)}"
+        )
     return FixedScale(scale)
 
 

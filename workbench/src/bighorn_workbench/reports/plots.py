@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from bighorn_workbench.metrics import is_share, metric_text
@@ -18,6 +19,7 @@ from bighorn_workbench.reports.style import (
     add_tip,
     drawn,
     finite,
+    has_lone_points,
     label_powers,
     thinned,
     to_svg,
@@ -130,7 +132,7 @@ def ranges(
             color=SERIES[index % len(SERIES)],
             markersize=5,
             capsize=3,
-            label=name,
+            label=name if np.isfinite(middle).any() else None,
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
@@ -205,15 +207,22 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 
 @drawn
 def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float = WIDTH) -> str:
-    """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` says what the lines are."""
+    """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` says what the lines are.
+
+    A line has the same colour in all panels, and the legend those that are in any.
+    """
     rows, columns = (1, len(panels)) if width == WIDTH else (len(panels), 1)
     figure = Figure(figsize=(width, max(3.2, 2.5 * rows)))
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
     rates = xlabel == "learning rate"
+    labels = list(dict.fromkeys(label for _, lines in panels for label, *_ in lines))
+    legend: dict[str, Line2D] = {}
     for axes, (name, lines) in zip(grid, panels, strict=True):
-        for index, (label, xs, ys) in enumerate(lines):
-            colour, style = SERIES[index % len(SERIES)], "o-" if rates else "-"
-            axes.plot(xs, finite(ys), style, color=colour, markersize=4.5, label=label)
+        for label, xs, ys in lines:
+            colour, style = SERIES[labels.index(label) % len(SERIES)], "o-" if rates or has_lone_points(ys) else "-"
+            [line] = axes.plot(xs, finite(ys), style, color=colour, markersize=4.5)
+            if np.isfinite(ys).any():
+                legend.setdefault(label, line)
             for x, y in zip(xs, ys, strict=True):
                 add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {metric_text(metric, y, 2)}")
         axes.set(xlabel=xlabel, ylabel=ylabel if axes.get_subplotspec().is_first_col() else "")
@@ -227,5 +236,6 @@ def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric
         grid[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     elif is_share(metric):
         accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
-    grid[-1].legend(title=title, fontsize=9, title_fontsize=9)
+    shown = sorted(legend, key=labels.index)
+    grid[-1].legend([legend[label] for label in shown], shown, title=title, fontsize=9, title_fontsize=9)
     return to_svg(figure, f"{ylabel} by {xlabel}")

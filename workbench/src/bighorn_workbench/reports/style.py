@@ -138,6 +138,12 @@ def finite(values: Any) -> np.ndarray:
     return np.where(np.isfinite(array), array, np.nan)
 
 
+def has_lone_points(values: Any) -> bool:
+    """Whether a finite value has none beside it, so that no line without markers would show it."""
+    known = np.pad(np.isfinite(np.asarray(values, dtype=float)), 1)
+    return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
+
+
 def add_tip(axes: Axes, x: float, y: float, words: str) -> None:
     """Let a browser show a text above a point."""
     axes.plot([x], finite([y]), "o", color=SERIES[0], alpha=0, markersize=12, gid=TIP + words)

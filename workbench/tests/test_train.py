@@ -27,7 +27,7 @@ from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import Classification, defaults
 from tests.support.tables import for_every
-from workbench.tests.command_line import Invoke, without_dropout
+from workbench.tests.command_line import Invoke, Page, without_dropout
 
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
@@ -51,6 +51,7 @@ def test_every_optimizer_learns(invoke: Invoke, name: str) -> None:
     output = invoke("train", "--optimizer", name, "--epochs", 6, "--json", "run.json").output
     assert ("trust ratio" in output) == (name in ("lamb", "lars"))
     assert ("confidence" in output) == (name in ("came", "came-published"))
+    assert "training loss has" not in output
     assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
 
 
@@ -62,6 +63,54 @@ def test_text_and_mnist_learn(invoke: Invoke, text_file: Path, idx_folder: Path,
     assert losses[-1] < losses[0] - 0.5
     invoke("train", "--task", "mnist", "--data", idx_folder, "--epochs", 12, *tail)
     assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
+
+
+HINTS = {
+    "too low": (["--optimizer", "sgd", "--lr", "1e-6"], "hardly moved", "Try --lr 3.3e-07, 1e-07 or 3e-06"),
+    "too high": (["--optimizer", "adamw", "--lr", "3"], "risen", "Try --lr 1 or 0.3"),
+    "far too high": (["--optimizer", "lamb", "--lr", "3"], "risen", "Try --lr 1 or 0.3"),
+}
+
+
+@pytest.mark.parametrize("case", HINTS)
+def test_a_loss_that_does_not_fall_is_said_with_rates_to_try(invoke: Invoke, case: str) -> None:
+    """On the way, when the loss should have fallen, and at the end, where the report has it too."""
+    options, verb, rates = HINTS[case]
+    output = invoke("train", *options, "--epochs", 4, "--report", "run.html", "--json", "run.json").output
+    words = f"{rates}; bighorn lr-find and bighorn compare find a rate."
+    assert output.count(f"The training loss has {verb}: ") == output.count(words) == 2
+    assert output.index(words) < output.index("Test accuracy") < output.rindex(words)
+    found = json.loads(Path("run.json").read_text())
+    assert words in found["hint"]
+    assert words in Page(Path("run.html")).text
+    assert all(len(line) <= 80 for line in output.splitlines() if "training loss" in line)
+
+
+def test_a_loss_that_falls_late_has_a_hint_on_the_way_alone(invoke: Invoke, tmp_path: Path) -> None:
+    """After the warm-up and a tenth of the run, or an epoch if that is shorter."""
+    (tmp_path / "late.py").write_text(LATE)
+    words = ["--task", f"{tmp_path / 'late.py'}:Late", "--steps", 60, "--json", "run.json"]
+    output = invoke("train", *words).output
+    assert output.count("The training loss has hardly moved: 1 at first, 1 in the last 6 steps.") == 1
+    assert output.index("training loss has") < output.index("    12  ") < output.index("Test loss")
+    assert json.loads(Path("run.json").read_text())["hint"] is None
+    assert "training loss has" not in invoke("train", *words, "--warmup", "40").output
+
+
+LATE = """
+import torch
+from torch import nn
+
+class Late:
+    metric, higher_is_better, steps_made = "loss", False, 0
+    def model(self): return nn.Linear(2, 1)
+    def batches(self, split, batch_size, generator): return [torch.ones(batch_size, 2)] * 100
+    def loss(self, model, batch):
+        self.steps_made += 1
+        value = 1.0 if self.steps_made < 20 else 0.1
+        return value + 0 * model(batch).mean() + 1e-9 * model(batch).square().mean()
+    def evaluate(self, model, split): return {"loss": 0.5}
+"""
 
 
 def test_bf16_is_the_whole_model(invoke: Invoke) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bighorn_workbench import checkpoint, files
+from bighorn_workbench import checkpoint, files, rate_hint
 from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import Trial
 from bighorn_workbench.builtin_tasks.user import UserError, UserTask
@@ -115,6 +115,8 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                 while not (ranks.any(interrupt.requested) or run.done):
                     run.train_step()
                     display.stepped()
+                    if run.step == rate_hint.due(run) < run.total and (words := rate_hint.hint(run)):
+                        display.warn(words)
                     if run.evaluation_due:
                         evaluate()
                     if run.evaluation_due or run.step % MAX_UNREAD == 0:
@@ -129,7 +131,7 @@ def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks
                 _finish(run, outputs, ctx, console, "Stopped")
         raise
     except DivergedError as error:
-        diverged = InputError(f"{error}. Try a lower --lr than {run.config.lr:g} or a longer --warmup.")
+        diverged = InputError(f"{error}. {rate_hint.of_diverged(run.config)}")
         with after(diverged):
             _write(run, outputs, console)
         raise diverged from error
@@ -202,6 +204,8 @@ def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console, en
         save = save or ranks.from_first(lambda: files.unused(Path(fresh)))
         _save(run, save, ctx)
     console.print(_summary(run))
+    if words := rate_hint.hint(run):
+        console.print(words, style="yellow")
     try:
         _write(run, outputs, console)
     finally:
@@ -308,5 +312,6 @@ def as_json(run: Run) -> dict[str, Any]:
         "data": {"description": defaults(run.task).description, "sha256": run.fingerprint},
         "peak_lr": run.peak_lr,
         "result": results(run),
+        "hint": rate_hint.hint(run),
         "history": history,
     }

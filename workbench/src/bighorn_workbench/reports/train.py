@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 
+from bighorn_workbench import rate_hint
 from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.optimizers import KINDS, Metric, state_bytes
 from bighorn_workbench.reports import Section, plots, render
@@ -54,6 +55,7 @@ def train_report(run: Run) -> str:
     lead = f"{config.optimizer} on {data}, batch {run.batch_size}, peak learning rate {run.peak_lr:.3g}."
     if not run.done:
         lead += f" Stopped after step {run.step:,} of {run.total:,}."
+    lead += f" {hint}" if (hint := rate_hint.hint(run)) else ""
     settings = asdict(config) | ({"kernels": run.optimizer.explain()} if isinstance(run.optimizer, KINDS) else {})
     split = "test" if history.test else "validation"
     answer = f"{tiles[f'{split} {metric}']} {split} {metric}" if evaluations else "No evaluation yet"

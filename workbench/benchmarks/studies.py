@@ -55,7 +55,6 @@ def _cell(saved: dict[str, Any]) -> Cell:
         tuned,
         config.lr or 0,
         tuple(trials),
-        space={"lr": (tuned[0][0], tuned[-1][0])},
     )
 
 
@@ -72,8 +71,8 @@ def table(name: str) -> str:
         "",
         f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
         f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command of commit "
-        f"{saved['commit'][:7]} did; {config['precision']} but where a name says "
-        f"otherwise ([all runs](../workbench/benchmarks/results/{name}.json)).",
+        f"{saved['commit'][:7]} did, fewer than the trials that it asks for today; {config['precision']} but where a "
+        f"name says otherwise ([all runs](../workbench/benchmarks/results/{name}.json)).",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",

@@ -595,11 +595,11 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
     even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.85, 0.85)]
     assert verdicts([*even, lamb, large]) == [
         "At batch 64 lamb (90.0%) is ahead of sgd (85.0%) by 5.0 +- 0.0 points.",
-        "Not settled at batch 32: lamb (92.0%) and sgd (90.0%) are apart by 2.0 +- 3.6 points; --seeds 10 may settle "
-        "it.",
+        "Not settled at batch 32: lamb (92.0%) and sgd (90.0%) are apart by 2.0 +- 3.6 points.",
         "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
         "lamb loses 2.0 +- 3.6 points from batch 32 to 64: at most 5.6.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
+        "--seeds 10 may settle what is not.",
     ]
     better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
     assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."

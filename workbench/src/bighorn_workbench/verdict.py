@@ -80,6 +80,8 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
     if any("+-" in line for line in lines):
         corrected = ", corrected for the number of comparisons" if max(comparisons, len(several)) > 1 else ""
         lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds} seeds{corrected}.")
+    if any("are apart by" in line for line in lines):
+        lines.append(f"--seeds {MORE_SEEDS if seeds < MORE_SEEDS else 2 * seeds} may settle what is not.")
     return lines
 
 
@@ -128,11 +130,8 @@ class Pair:
             return f"{where} {one} is {apart}."
         if half == math.inf:
             return f"Not settled {where.lower()}: {one} and {other}, {_why_not(self.one, self.other)}."
-        more = MORE_SEEDS if len(self.one.trials) < MORE_SEEDS else 2 * len(self.one.trials)
-        return (
-            f"Not settled {where.lower()}: {one} and {other} are apart by {_amount(self.one, abs(mean), half)}; "
-            f"--seeds {more} may settle it."
-        )
+        apart = _amount(self.one, abs(mean), half)
+        return f"Not settled {where.lower()}: {one} and {other} are apart by {apart}."
 
 
 def _why_not(one: Cell, other: Cell) -> str:

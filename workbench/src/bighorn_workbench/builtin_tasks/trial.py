@@ -50,7 +50,7 @@ class Trial:
                 if split != "validation":
                     raise
                 raise InputError(
-                    f"{error}\nThe best options are chosen on the split 'validation': give the task one, or a method "
+                    f"{error}\nRuns are evaluated on the split 'validation' on the way: give the task one, or a method "
                     "held_out() that returns the task with a part of its training data as that split."
                 ) from error
 

@@ -39,9 +39,15 @@ def suggested(place: str, name: str, seed: int) -> float:
     return find(config, task, SearchConfig().span(name)).lr
 
 
-def loss_of(grid: dict[str, list[float]], metric: str, lr: float | None = None) -> float:
-    """Return the mean of the nearest rate of a grid, or of the best one: an error, or another metric that is lower."""
-    means = {float(rate): statistics.fmean(values) for rate, values in grid.items()}
+def loss_of(grid: dict[str, list[float | None]], metric: str, lr: float | None = None) -> float:
+    """Return the mean of the nearest rate of a grid, or of the best one: an error, or another metric that is lower.
+
+    JSON has null for the infinite metric of a run that diverged.
+    """
+    means = {
+        float(rate): statistics.fmean(math.inf if value is None else value for value in values)
+        for rate, values in grid.items()
+    }
     losses = {rate: 1 - mean if is_share(metric) else mean for rate, mean in means.items()}
     return min(losses.values()) if lr is None else losses[min(losses, key=lambda rate: abs(math.log(rate / lr)))]
 

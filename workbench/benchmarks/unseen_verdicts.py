@@ -9,6 +9,7 @@ sign, wrong if it has the other one.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -59,9 +60,10 @@ def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]
     return verdicts
 
 
-def best_seeds(grid: dict[str, list[float]], metric: str) -> list[float]:
+def best_seeds(grid: dict[str, list[float | None]], metric: str) -> list[float]:
     """Return the values of the seeds at the best rate of a grid."""
-    return min(grid.values(), key=lambda values: loss_of({"1": values}, metric))
+    best = min(grid.values(), key=lambda values: loss_of({"1": values}, metric))
+    return [math.inf if value is None else value for value in best]
 
 
 def main(grid_file: Path, file: Path, budget: str) -> None:

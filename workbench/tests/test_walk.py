@@ -14,7 +14,7 @@ import bighorn_workbench
 from bighorn_workbench.commands import bighorn as group
 
 ROOT = Path(bighorn_workbench.__file__).parent
-MAX_FILES, MAX_MOVES = 12, 30
+MAX_FILES, MAX_MOVES = 12, 31
 LEAVES = {"checks", "tasks"}
 """Modules whose functions are called for each option, and return what their name says."""
 

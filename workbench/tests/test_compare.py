@@ -591,13 +591,13 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-4)
     assert interval([1.0, 2.0, 3.0], comparisons=2) == pytest.approx((2.0, 3.5823), abs=1e-3)
     assert interval([1.0]) == (1.0, math.inf)
-    lamb, large = cell("lamb", 32, 0.2, 0.91, 0.92, 0.93), cell("lamb", 64, 0.2, 0.9, 0.9, 0.9)
-    even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.85, 0.85)]
+    lamb, large = cell("lamb", 32, 0.2, 0.91, 0.92, 0.93), cell("lamb", 64, 0.2, 0.9, 0.901, 0.899)
+    even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.851, 0.849)]
     assert verdicts([*even, lamb, large]) == [
-        "At batch 64 lamb (90.0%) is ahead of sgd (85.0%) by 5.0 +- 0.0 points.",
+        "At batch 64 lamb (90.0%) is ahead of sgd (85.0%) by 5.0 +- 0.4 points.",
         "Not settled at batch 32: lamb (92.0%) and sgd (90.0%) are apart by 2.0 +- 3.6 points.",
-        "sgd loses 5.0 +- 0.0 points from batch 32 to 64.",
-        "lamb loses 2.0 +- 3.6 points from batch 32 to 64: at most 5.6.",
+        "sgd loses 5.0 +- 0.4 points from batch 32 to 64.",
+        "lamb loses 2.0 +- 3.8 points from batch 32 to 64: at most 5.8.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
         "--seeds 10 may settle what is not.",
     ]
@@ -605,23 +605,34 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
     assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."
 
 
+def test_seeds_that_agree_by_chance_settle_nothing() -> None:
+    """Three of 360 images at three seeds: the interval is of that resolution, t(0.975, 2) * 0.83 / sqrt(3) = 2.07."""
+    one, other = (cell(name, 64, 0.2, *[value] * 3) for name, value in (("lamb", 0.9), ("sgd", 0.9 - 3 / 360)))
+    assert (
+        verdicts([one, other])[0]
+        == "Not settled at batch 64: sgd (89.2%) and lamb (90.0%) are apart by 0.8 +- 2.1 points."
+    )
+    finer = dataclasses.replace(other, trials=(*other.trials[:2], trial(0.2, 2, other.trials[0].value + 1e-4)))
+    assert verdicts([one, finer])[0] == "At batch 64 sgd (89.2%) is behind lamb (90.0%) by 0.8 +- 0.0 points."
+
+
 def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> None:
     """Three optimizers at one batch size are two comparisons: t(1 - 0.025 / 2, 2) = 6.205 over sqrt(3)."""
     rows = {
-        "lamb": cell("lamb", 64, 0.2, 0.9, 0.9, 0.9),
-        "adamw": cell("adamw", 64, 0.2, 0.8, 0.8, 0.8),
+        "lamb": cell("lamb", 64, 0.2, 0.9, 0.9001, 0.8999),
+        "adamw": cell("adamw", 64, 0.2, 0.8, 0.8001, 0.7999),
         "came": cell("came", 64, 0.2, 0.89, 0.91, 0.87),
     }
     assert verdicts(list(rows.values())) == [
         "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.0 points.",
-        "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.2 points.",
+        "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.1 points.",
         "The best of all at batch 64 is not settled: lamb, came.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
     of_lamb = verdicts(list(rows.values()), baseline="lamb")
     assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.0 points."
     assert of_lamb[1].startswith(
-        "Not settled at batch 64: came (89.0%) and lamb (90.0%) are apart by 1.0 +- 7.2 points"
+        "Not settled at batch 64: came (89.0%) and lamb (90.0%) are apart by 1.0 +- 7.1 points"
     )
     few = dataclasses.replace(rows["lamb"], tuned=rows["lamb"].tuned[:7])
     assert verdicts([few, rows["adamw"], rows["came"]])[1:4] == [

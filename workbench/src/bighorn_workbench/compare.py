@@ -139,9 +139,10 @@ def compare(
 ) -> None:
     """Compare optimizers over batch sizes, each tuned by as many trials.
 
-    The trials of an optimizer at a batch size are a quasi-random sequence in its space of options, and train without
-    the validation data, on which the best one is chosen. Then fresh seeds train with its options, and the test data
-    are looked at for the first time. Ctrl-C reports what there is; with --study the same command goes on.
+    The first trials of an optimizer at a batch size scan its learning rate, later ones are a quasi-random sequence of
+    all options around the best rate. They train without the validation data, on which the best trial is chosen. Then
+    fresh seeds train with its options, and the test data are looked at for the first time. Ctrl-C reports what there
+    is; with --study the same command goes on.
     """
     config = CompareConfig(**options)
     check_device(config.device)

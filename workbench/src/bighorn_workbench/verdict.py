@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from scipy import stats
 
@@ -26,12 +27,14 @@ MORE_SEEDS = 10
 """The seeds that a comparison is advised to take if fewer have not settled it."""
 
 
-def interval(differences: Sequence[float], comparisons: int = 1) -> tuple[float, float]:
+def interval(differences: Sequence[float], comparisons: int = 1, resolution: float = 0.0) -> tuple[float, float]:
     """Return the mean and the half-width of its interval by Student's t; an infinite one for a single difference.
 
     Args:
         differences: The differences.
         comparisons: The intervals that hold together at :data:`LEVEL`, by Bonferroni's correction. Default: 1
+        resolution: The least standard deviation: an accuracy over few samples may be the same for some seeds by
+            chance. Default: 0
 
     Example:
         >>> mean, half = interval([1.0, 2.0, 3.0])
@@ -42,7 +45,7 @@ def interval(differences: Sequence[float], comparisons: int = 1) -> tuple[float,
     if len(differences) < 2 or not math.isfinite(mean):
         return mean, math.inf
     t = float(stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, len(differences) - 1))
-    return mean, t * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean, t * max(statistics.stdev(differences), resolution) / math.sqrt(len(differences))
 
 
 def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
@@ -103,7 +106,7 @@ class Pair:
     def points(self) -> tuple[float, float]:
         """How much better the first one is, and the half-width of the interval."""
         points = _points(self.one, self.other)
-        return interval(points, self.comparisons) if points else (0.0, math.inf)
+        return interval(points, self.comparisons, _resolution(self.one, self.other)) if points else (0.0, math.inf)
 
     @property
     def is_tuned(self) -> bool:
@@ -184,7 +187,7 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
     points = _points(small, large)
     if not points:
         return []
-    mean, half = interval(points, comparisons)
+    mean, half = interval(points, comparisons, _resolution(small, large))
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
     word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
     if half == math.inf:
@@ -193,9 +196,22 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
 
 
+def _resolution(one: Cell, other: Cell) -> float:
+    """The step of which all differences of values are multiples, in the units of :func:`_points`; 0 without one."""
+    values = sorted({trial.value for cell in (one, other) for trial in cell.trials})
+    gaps = [high - low for low, high in pairwise(values)]
+    step = min(gaps, default=0.0)
+    counted = all(math.isclose(gap / step, round(gap / step), rel_tol=1e-4) for gap in gaps if math.isfinite(gap))
+    return _unit(one) * step if counted else 0.0
+
+
+def _unit(cell: Cell) -> float:
+    return 100.0 if is_share(cell.metric) else 1.0
+
+
 def _points(one: Cell, other: Cell) -> list[float]:
     """How much better one cell is than another by seed, in points of an accuracy or in units of another metric."""
-    factor = _sign(one) * (100 if is_share(one.metric) else 1)
+    factor = _sign(one) * _unit(one)
     others = {trial.config.seed: trial.value for trial in other.trials}
     common = [trial for trial in one.trials if trial.config.seed in others]
     return [factor * (trial.value - others[trial.config.seed]) for trial in common]

@@ -602,7 +602,7 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
         "--seeds 10 may settle what is not.",
     ]
     better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
-    assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 1.4 points from batch 32 to 64: at most 2.1."
+    assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 2.5 points from batch 32 to 64: at most 3.2."
 
 
 def test_seeds_that_agree_by_chance_settle_nothing() -> None:

@@ -81,7 +81,7 @@ def main(grid_file: Path, file: Path) -> None:
             f"{task}, {name}": cell(tasks[task], name, [future.result() for future in futures])
             for (task, name), futures in runs.items()
         }
-    write_json(file, {**about, "cells": cells, **summary(cells)})
+    write_json(file, {**about, "suggestions": cells, **summary(cells)})
     print(summary(cells))
 
 

@@ -24,7 +24,10 @@ from bighorn_workbench.files import write_json
 from bighorn_workbench.verdict import interval
 from rate_grid import PLACE
 from rate_search import loss_of
+from result_files import DOCS, load
 
+PAGE = DOCS / "own-task.md"
+VERDICTS = re.compile(r"(<!-- verdicts -->\n).*?(<!-- end of verdicts -->)", re.DOTALL)
 BASELINE, OTHERS = "adamw", ("lamb", "came")
 SETTLED = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")
 
@@ -66,6 +69,34 @@ def best_seeds(grid: dict[str, list[float | None]], metric: str) -> list[float]:
     return [math.inf if value is None else value for value in best]
 
 
+def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
+    """Return the page with the figures of the files."""
+    counts, minutes = found["counts"], [task["seconds"] / 60 for task in found["tasks"].values()]
+    lines = [
+        f"`--budget {found['budget']}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. Of {sum(counts.values())}"
+        f" comparisons {counts['right']} were settled as by the grid and {counts['wrong']} against it, "
+        f"{counts['not settled']} were not settled, and {counts['not tuned']} not tuned.",
+        "",
+        "| task | trials | lamb against adamw | by the grid | came against adamw | by the grid |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, task in found["tasks"].items():
+        cells = [
+            text
+            for other in OTHERS
+            for each in [task["verdicts"][other]]
+            for text in (each["verdict"], f"{each['grid_ahead']:+.2g} ± {each['grid_interval']:.2g}")
+        ]
+        lines.append(f"| {name} | {task['trials']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"On the same tasks, with three optimizers and five seeds, {rates['suggestions good']:.0%} of the rates that "
+        "`lr-find` suggests have a test metric within a tenth of the best rate's, and "
+        f"{rates['suggestions strictly']:.0%} a test error within a tenth of the least.",
+    ]
+    return VERDICTS.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+
+
 def main(grid_file: Path, file: Path, budget: str) -> None:
     """Ask about each task, and write what came of it."""
     tasks = json.loads(grid_file.read_text())["tasks"]
@@ -81,6 +112,7 @@ def main(grid_file: Path, file: Path, budget: str) -> None:
     found["seconds"] = statistics.fmean(task["seconds"] for task in found["tasks"].values())
     write_json(file, found)
     print(found["counts"])
+    PAGE.write_text(written(PAGE.read_text(), found, load("rate-search")))
 
 
 if __name__ == "__main__":

@@ -42,12 +42,13 @@ def compare_report(
         for cell in (of[name][0], of[name][-1])
     }
     answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
-    lead = " ".join([*more, f"{metric.capitalize()} on the test data of {data} after {length}."])
+    lead = f"{metric.capitalize()} on the test data of {data} after {length}."
     about_results = (
         "Means over the seeds, medians of steps and times; * marks a learning rate on the edge of its range. Time is "
         "of the training steps, on one thread, while other runs used the other processors."
     )
     sections = [
+        *([Section("Verdicts", "\n".join(more))] if more else []),
         Section(
             f"{metric.capitalize()} by {lines}",
             f"Mean, lowest and highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import equal_tuning
+import unseen_verdicts
 from bighorn import Came
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.compare import CompareConfig, compare
@@ -18,6 +19,7 @@ from bighorn_workbench.verdict import interval
 from result_files import DOCS, load
 from studies import FIGURES, PAGES, STUDIES, cells_of, command, written
 from tests.support.tables import for_every
+from unseen_tasks import UNSEEN
 
 
 @for_every("page", PAGES, ids=lambda page: page.stem)
@@ -132,3 +134,13 @@ def test_few_steps_need_the_bias_correction_of_came() -> None:
             optimizer.zero_grad()
     assert losses[True] == sorted(losses[True], reverse=True)
     assert min(losses[False][1:]) > 3 * losses[False][0]
+
+
+def test_the_verdicts_on_unseen_tasks_are_those_of_the_files() -> None:
+    """To measure again and update the page, run `rate_grid.py`, `rate_search.py` and `unseen_verdicts.py`."""
+    found, rates, grid = load("unseen-verdicts"), load("rate-search"), load("rate-grid")
+    assert all(saved["clean"] for saved in (found, rates, grid))
+    assert list(found["tasks"]) == list(grid["tasks"]) == [each.__name__ for each in UNSEEN]
+    for name, task in found["tasks"].items():
+        assert unseen_verdicts.judged(grid["tasks"][name], task["words"]) == task["verdicts"]
+    assert unseen_verdicts.written(unseen_verdicts.PAGE.read_text(), found, rates) == unseen_verdicts.PAGE.read_text()

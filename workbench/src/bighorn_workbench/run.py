@@ -325,7 +325,7 @@ def generator_module(device: torch.device) -> Any:
 
     Where a device's generator is not saved, dropout draws other random numbers after `--resume`.
     """
-    module = None if device.type in ("cpu", "mps") else torch.get_device_module(device)  # torch.mps takes no device
+    module = None if device.type in ("cpu", "mps", "meta") else torch.get_device_module(device)  # torch.mps takes none
     return module if hasattr(module, "get_rng_state") else None
 
 

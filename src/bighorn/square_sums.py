@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +33,27 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         if not capabilities(device).float64_norms:
             tensors = [tensor.to(torch.float64) for tensor in tensors]
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
-    scaled = (torch._foreach_mul([tensor.float() for tensor in tensors], scale) for scale in SCALES)
-    return torch.stack([torch.stack(torch._foreach_norm(each)) for each in scaled], dim=-1).square()
+    norms: tuple[list[Tensor], ...] = tuple([] for _ in SCALES)
+    for some in _divided(tensors):
+        for found, scale in zip(norms, SCALES, strict=True):
+            found += torch._foreach_norm(torch._foreach_mul([tensor.float() for tensor in some], scale))
+    return torch.stack([torch.stack(found) for found in norms], dim=-1).square()
+
+
+SCALED_AT_ONCE = 1 << 25
+"""The elements of the scaled copies that exist at a time, if no tensor is larger: 128 MiB."""
+
+
+def _divided(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    some: list[Tensor] = []
+    total = 0
+    for tensor in tensors:
+        if some and total + tensor.numel() > SCALED_AT_ONCE:
+            yield some
+            some, total = [], 0
+        some.append(tensor)
+        total += tensor.numel()
+    yield some
 
 
 def no_square_sums(*shape: int, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ ID = attrgetter("id")
 @pytest.fixture
 def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide tensors into pieces, as large ones are, even within rows; whole ones are in the table of all backends."""
-    monkeypatch.setattr(foreach_pieces, "piece_bytes", lambda _: 8 * 4)
+    monkeypatch.setattr(foreach_pieces, "piece_bytes", lambda: 8 * 4)
 
 
 def copy_into(twin: Bucket[CameOptions], bucket: Bucket[CameOptions]) -> None:

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 namespace {
 
@@ -60,12 +61,30 @@ void *new_memory(size_t bytes) {
     return start;
 }
 
-void release(void *start) { free(host_address(start)); }
+// The bytes that tensors hold, the most since the counts were reset, those at the reset, and each allocation's size.
+size_t held = 0, peak = 0, held_at_reset = 0;
+std::unordered_map<void *, size_t> sizes;
+
+void release(void *start) {
+    Lock lock(mutex);
+    auto found = sizes.find(start);
+    if (found != sizes.end()) {
+        held -= found->second;
+        sizes.erase(found);
+    }
+    free(host_address(start));
+}
 
 struct DeviceMemory final : c10::Allocator {
     c10::DataPtr allocate(size_t bytes) override {
         void *start = new_memory(bytes);
-        if (start) start = (void *)((uintptr_t)start | MARK);
+        if (start) {
+            Lock lock(mutex);
+            start = (void *)((uintptr_t)start | MARK);
+            sizes[start] = bytes;
+            held += bytes;
+            peak = std::max(peak, held);
+        }
         return {start, start, &release, HERE};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -439,6 +458,13 @@ void stand_in_begin(int chosen) {
 void stand_in_reset() {
     Lock lock(mutex);
     counts.clear();
+    held_at_reset = peak = held;
+}
+
+// The most bytes that tensors have held since the reset, beyond what they held then.
+size_t stand_in_peak() {
+    Lock lock(mutex);
+    return peak - held_at_reset;
 }
 
 // Writes lines of a count and its name, as many as there is space for, and returns the bytes that all take.

@@ -81,7 +81,7 @@ def begin(mode: str) -> None:
     """Register the device "npu" in this process, with one of `MODES`."""
     loaded = ctypes.CDLL(str(library()))
     loaded.stand_in_counts.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
-    loaded.stand_in_counts.restype = ctypes.c_size_t
+    loaded.stand_in_counts.restype = loaded.stand_in_peak.restype = ctypes.c_size_t
     loaded.stand_in_begin(MODES.index(mode))
     _begun.append(loaded)
     backend_registration.rename_privateuse1_backend("npu")
@@ -136,6 +136,11 @@ def counted() -> Iterator[Counter[str]]:
     _begun[0].stand_in_reset()
     yield found
     found.update(counts())
+
+
+def peak_bytes() -> int:
+    """Return the most memory that the device held since the last `counted()` began, beyond what it held then."""
+    return int(_begun[0].stand_in_peak())
 
 
 def waits(found: Counter[str]) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,15 @@ def rsqrt_of_ratio(a: Tensor, b: Tensor) -> Tensor:
 
 def one_minus_power(beta: float, t: Tensor) -> Tensor:
     """Return 1 - beta^t; in float32 the difference itself would be 0.1% off for beta 0.9999 at the first step."""
-    return torch.ones_like(t) if beta == 0 else -torch.expm1(t * math.log(beta))
+    return one_minus_powers([beta], t)[0]
+
+
+def one_minus_powers(betas: Sequence[float], t: Tensor) -> list[Tensor]:
+    """Return `one_minus_power` of each beta, in as many calls as of one."""
+    powers = torch._foreach_mul([t] * len(betas), [math.log(beta) if beta else -math.inf for beta in betas])
+    torch._foreach_expm1_(powers)
+    torch._foreach_neg_(powers)
+    return list(powers)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -52,6 +61,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def bits_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bits of `x` as float32 or int32, without a copy where the device has memory to view."""
     return _xla_bitcast()(x, to_type=XLA_NAMES[dtype]) if x.device.type == "xla" else x.view(dtype)
+
+
+def with_signs(magnitudes: Tensor, of: Tensor) -> Tensor:
+    """Return magnitudes, in their memory, with the signs of other numbers; torch_xla 2.9 has no copysign."""
+    return magnitudes.mul_(of.sign()) if of.device.type == "xla" else magnitudes.copysign_(of)
 
 
 XLA_NAMES = {torch.float32: "f32", torch.int32: "s32"}

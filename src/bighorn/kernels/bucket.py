@@ -76,6 +76,17 @@ class Shard:
         """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
+    @property
+    def run(self) -> range | None:
+        """The positions of this rank's elements in the whole tensor, if they follow one another; None if not."""
+        if self.elements is not None:
+            return self.elements
+        if self.size[1:] != self.shape[1:] and 0 not in self.size:
+            return None
+        inner = math.prod(self.shape[1:])
+        first = self.offset[0] * inner if self.size else 0
+        return range(first, first + math.prod(self.size))
+
     def of_slice(self, here: bool) -> Shard:
         """Return the shard of a slice along dim 0: the box without that dim, or an empty one if not `here`."""
         size, offset = (self.size[1:], self.offset[1:]) if here else ((0,) * (len(self.shape) - 1),) * 2

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import bits_as
+from bighorn.kernels.arithmetic import bits_as, with_signs
 
 BLOCK = 256
 TOP = 127
@@ -42,11 +42,12 @@ class Form:
 
     Attributes:
         dtype: The dtype of codes.
-        to_code: The function from shares, -1 to 1, to codes in float32.
-        to_share: The inverse; the share of the largest code is exactly 1.
+        to_code: The function from magnitudes of shares, 0 to 1, to those of codes, in float32, in the same memory.
+        to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
         root: Whether the codes represent the square roots of the values, which are squares.
         packed: Whether codes have 4 bits; a byte then has two, and codes of any shape are `[rows, bytes of a row]`.
         relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
+        least: The least code of a value that is not 0, since another number may be divided by it; 0 if it may become 0.
     """
 
     dtype: torch.dtype
@@ -55,12 +56,7 @@ class Form:
     root: bool = False
     packed: bool = False
     relative: bool = False
-
-
-def _half(share: Tensor, dither: Dither) -> Tensor:
-    del dither
-    # A nonzero value keeps a nonzero code, since another number may be divided by it.
-    return share.abs().clamp(min=2.0**-24) * share.sign()
+    least: float = 0.0
 
 
 def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
@@ -72,33 +68,28 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
     does not change the mean. (The lowest codes are more than a factor of 2 apart, and linear in the logarithm only: for
     second moments, those below 1e-7 of the largest.)
     """
-
-    def bits(values: Tensor) -> Tensor:
-        return bits_as(values, torch.int32)
-
     # So `end` would represent 64, and the largest code represents 63, which is a share of 1.
-    root_end, share_end = (int(bits(torch.tensor(float(of)))) for of in (end, 64))
+    root_end, share_end = (int(bits_as(torch.tensor(float(of)), torch.int32)) for of in (end, 64))
+    to_root = root_end - (share_end >> halvings)
 
     def to_code(share: Tensor, dither: Dither) -> Tensor:
-        root = root_end + (bits(share.abs() * 63) - share_end >> halvings)
-        code = (((bits_as(root, torch.float32) * 2**16).round() + dither) / 2**16).floor()
-        least = 0 if dtype.is_signed else 1  # a nonzero value keeps a nonzero code: updates are divided by it
-        return code.clamp(min=least) * share.sign()
+        root = bits_as(share.mul_(63), torch.int32).bitwise_right_shift_(halvings).add_(to_root)
+        return bits_as(root, torch.float32).mul_(2**16).round_().add_(dither).div_(2**16).floor_()
 
     def to_share(code: Tensor) -> Tensor:
-        share = share_end + (bits(code.abs()) - root_end << halvings)
-        return torch.where(code == 0, code, bits_as(share, torch.float32) / 63 * code.sign())
+        share = bits_as(code.abs(), torch.int32).bitwise_left_shift_(halvings).sub_(to_root << halvings)
+        return bits_as(share, torch.float32).div_(63).mul_(code.sign_())
 
-    return Form(dtype, to_code, to_share)
+    return Form(dtype, to_code, to_share, least=0 if dtype.is_signed else 1)
 
 
-LINEAR = Form(torch.int8, lambda share, _: (share * TOP).round(), lambda code: code / TOP)
+LINEAR = Form(torch.int8, lambda share, _: share.mul_(TOP).round_(), lambda code: code.div_(TOP))
 """The form of CAME's momentum, whose values have similar magnitudes, since the updates that it averages do."""
 
 NIBBLES = Form(
     torch.uint8,
-    lambda share, dither: (((share.abs() * (7 << 16)).round() + dither) / 2**16).floor() * share.sign(),
-    lambda code: code / 7,
+    lambda share, dither: share.mul_(7 << 16).round_().add_(dither).div_(2**16).floor_(),
+    lambda code: code.div_(7),
     packed=True,
 )
 """The form of CAME's and LARS's momentum in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by
@@ -123,10 +114,10 @@ A step changes the moment by less than the distance of two codes, so that roundi
 change it. It is therefore dithered.
 """
 
-HALF = Form(torch.float16, _half, lambda code: code)
+HALF = Form(torch.float16, lambda share, _: share.copy_(share.to(torch.float16)), lambda code: code, least=2.0**-24)
 """A moment in float16, which without scales would lose values below 6e-8."""
 
-HALF_ROOT = Form(torch.float16, _half, lambda code: code, root=True)
+HALF_ROOT = replace(HALF, root=True)
 """A second moment in float16, stored as its root, which spans half as many orders of magnitude."""
 
 MOMENT_FORMS = {
@@ -162,7 +153,7 @@ def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dith
         return {name: values.to(like[name].dtype)}
     if form.relative:
         root = _stored_root(like, values)
-        values = torch.where(root == 0, 0.0, values / root)
+        values = (values / root).masked_fill_(root == 0, 0.0)
     codes, scales = encode(values, form, dither if form.dtype == torch.uint8 else NEAREST)
     return {name: codes, f"{name}_scale": scales}
 
@@ -172,12 +163,12 @@ def dequantize(name: str, state: Mapping[str, Tensor], shape: torch.Size | None 
     form = form_of(name, state)
     values = state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
     if form is not None and form.relative:
-        values = values * _stored_root(state, values)
+        values.mul_(_stored_root(state, values))
     return values if shape is None else values.view(shape)
 
 
 def _stored_root(state: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    return dequantize("exp_avg_sq", state).sqrt().view(like.shape)
+    return dequantize("exp_avg_sq", state).sqrt_().view(like.shape)
 
 
 def never_written(name: str, codes: Tensor) -> Tensor:
@@ -207,14 +198,14 @@ def packed(codes: Tensor) -> Tensor:
         >>> packed(torch.tensor([[1, -1, 7, 0]]))
         tensor([[241,   7]], dtype=torch.uint8)
     """
-    low = codes.to(torch.int32) & 15
+    low = codes.to(torch.int16) & 15
     return (low[..., ::2] | low[..., 1::2] << 4).to(torch.uint8)
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Return the inverse of `packed`, int32."""
-    both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int32)
-    return (both ^ 8) - 8
+    """Return the inverse of `packed`, int8."""
+    both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8)
+    return both.bitwise_xor_(8).sub_(8)
 
 
 def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tuple[Tensor, Tensor]:
@@ -230,17 +221,27 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
         >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
         (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
-    scales = blocks.abs().amax(dim=-1)
-    scales = torch.where(scales.isfinite(), scales, math.nan)
-    # Blocks of zeros would give 0 / 0, and the conversion of a NaN is undefined. Only a share of 0 becomes 0.
-    shares = (blocks.abs() / scales.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny) * blocks.sign()
-    shares = torch.where(scales.unsqueeze(-1) > 0, shares, 0)
-    codes = form.to_code(shares, _blocks(dither) if isinstance(dither, Tensor) else dither)
+    codes, scales = to_codes(values, form, dither)
     if form.packed:
         return packed(_unblocked(codes, values.flatten(1).shape)), scales
     return _unblocked(codes, values.shape).to(form.dtype), scales
+
+
+def to_codes(values: Tensor, form: Form, dither: Dither) -> tuple[Tensor, Tensor]:
+    """Return codes in float32, in blocks, and scales, as `encode`."""
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
+    del values
+    codes = blocks.abs()
+    scales = codes.amax(dim=-1)
+    scales.masked_fill_(scales == math.inf, math.nan)
+    # The shares of zeros and of what is not finite are 0, since the conversion of a NaN is undefined.
+    codes.div_(scales.unsqueeze(-1)).nan_to_num_(nan=0.0)
+    codes = form.to_code(codes, _blocks(dither) if isinstance(dither, Tensor) else dither)
+    del dither  # it is as large as the codes
+    if form.least:
+        codes.clamp_(min=form.least).mul_((blocks != 0).logical_and_(scales.unsqueeze(-1) > 0))
+    return with_signs(codes, blocks), scales
 
 
 def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
@@ -251,9 +252,14 @@ def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
         tensor([[ 0.7000, -0.7000,  0.0000]])
     """
     codes = unpacked(codes) if form.packed else codes
+    return _unblocked(from_codes(_blocks(codes.to(torch.float32)), scales, form), codes.shape)
+
+
+def from_codes(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
+    """Return the values of codes in float32, in blocks, in whose memory it computes."""
     # The share is computed first, so that no intermediate result overflows or underflows, whatever the scale.
-    values = _unblocked(form.to_share(_blocks(codes.to(torch.float32))) * scales.unsqueeze(-1), codes.shape)
-    return values.square() if form.root else values
+    values = form.to_share(codes).mul_(scales.unsqueeze(-1))
+    return values.square_() if form.root else values
 
 
 CODES_AT_ONCE = 1 << 20
@@ -288,8 +294,9 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
 def _blocks(values: Tensor) -> Tensor:
     """Return values as `[rows, blocks of a row, BLOCK]`, with the last block of a row padded with zeros."""
     rows, blocks = scales_shape(values.shape)
-    row = values.reshape(rows, math.prod(values.shape[1:]))
-    return torch.nn.functional.pad(row, (0, blocks * BLOCK - row.shape[1])).view(rows, blocks, BLOCK)
+    row, size = values.reshape(rows, math.prod(values.shape[1:])), blocks * BLOCK
+    whole = row if row.shape[1] == size else torch.nn.functional.pad(row, (0, size - row.shape[1]))
+    return whole.view(rows, blocks, BLOCK)
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:

@@ -56,15 +56,17 @@ AUX_STATE: Mapping[str, Mapping[str, torch.dtype]] = {
 
 def load_weight(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
     """Return the value that a parameter stands for, in the dtype of the arithmetic; `x` itself if it is equal."""
+    if "master" in kept:
+        same = kept["master"].to(x.dtype) == x
+        value = x.to(torch.float32)
+        return torch.where(same, kept["master"], value, out=value)
     value = x.to(compute_dtype(x))
     if "compensation" in kept:
         shift = raised(value, x.dtype)
-        near = value + shift
+        near = value.add_(shift)
         # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
-        lost = torch.where(near == 0, 0, recoded(kept["compensation"], torch.int16, x.dtype))
-        return bits_as(bits_as(near, torch.int32) + lost, torch.float32) - shift
-    if "master" in kept:
-        return torch.where(kept["master"].to(x.dtype) == x, kept["master"], value)
+        lost = recoded(kept["compensation"], torch.int16, x.dtype).masked_fill(near == 0, 0)
+        return bits_as(bits_as(near, torch.int32).add_(lost), torch.float32).sub_(shift)
     return value
 
 
@@ -72,19 +74,21 @@ def store_weight(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Te
     """Return the tensors to store for a value: the parameter under "x", and its aux state.
 
     Args:
-        value: In the dtype of the arithmetic.
+        value: In the dtype of the arithmetic. Its memory may be overwritten.
         dtype: The dtype of the parameter.
         rounding: The rounding mode.
-        bits: From `random_bits`, in the shape of `value`, for "stochastic".
+        bits: From `random_bits`, in the shape of `value`, for "stochastic". Their memory may be overwritten.
     """
     if rounding == "stochastic" and bits is not None:
         return {"x": stochastic(value, dtype, bits)}
     x = value.to(dtype)
     if rounding == "kahan":
+        infinite = x.isfinite().logical_not_()
         near = x.to(torch.float32)
         shift = raised(near, dtype)
-        lost = bits_as(value + shift, torch.int32) - bits_as(near + shift, torch.int32)
-        lost = torch.where(near.isfinite(), lost, 0).clamp(-(2**15), 2**15 - 1)
+        lost = bits_as(value.add_(shift), torch.int32).sub_(bits_as(near.add_(shift), torch.int32))
+        lost.masked_fill_(infinite, 0).clamp_(-(2**15), 2**15 - 1)
+        del near
         return {"x": x, "compensation": lost.to(torch.int16)}
     if rounding == "kahan8":
         return _with_8_bits(value, dtype)
@@ -118,10 +122,10 @@ def recoded(compensation: Tensor, kept: torch.dtype, dtype: torch.dtype) -> Tens
     return ((compensation.to(torch.int32) + (1 << (unit - 1))) >> unit).clamp(-128, 127).to(kept)
 
 
-def raised(x: Tensor, dtype: torch.dtype) -> Tensor:
+def raised(x: Tensor, dtype: torch.dtype) -> Tensor | float:
     """Return the addend that makes the bits that a number's dtype lacks float32's last `DROPPED` ones: mostly 0."""
     if dtype != torch.float16:
-        return torch.zeros_like(x)
+        return 0.0
     normal = bits_as(x, torch.int32) & SIGN_BIT | SMALLEST_NORMAL_BITS
     return torch.where(x.abs() < SMALLEST_NORMAL, bits_as(normal, torch.float32), 0)
 
@@ -132,7 +136,8 @@ def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     Args:
         value: Float32.
         dtype: bfloat16 or float16.
-        bits: 32 random bits for each element, int64; the upper ones are used, as many as the dtype lacks.
+        bits: 32 random bits for each element, int64 or int32; the upper ones are used, as many as the dtype lacks. They
+            are overwritten.
 
     Example:
         >>> third = torch.full((4,), 1 + 2**-7 / 4)  # a quarter of the way from 1 to its neighbour 1.0078125
@@ -140,10 +145,14 @@ def stochastic(value: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
         tensor([1.0000, 1.0000, 1.0000, 1.0078], dtype=torch.bfloat16)
     """
     dropped = DROPPED[dtype]
-    shift = raised(value, dtype)
+    shift, not_a_number = raised(value, dtype), value != value
+    moved = bits.bitwise_right_shift_(32 - dropped).bitwise_and_((1 << dropped) - 1).to(torch.int32)
     # A float's magnitude is in the order of its bits, so adding to the bits and cutting them off carries correctly.
-    moved = (bits_as(value + shift, torch.int32) + (bits >> (32 - dropped)).to(torch.int32)) & -(1 << dropped)
-    return torch.where(value.isfinite(), bits_as(moved, torch.float32) - shift, value).to(dtype)
+    moved.add_(bits_as(value + shift if isinstance(shift, Tensor) else value, torch.int32)).bitwise_and_(
+        -(1 << dropped)
+    )
+    rounded = bits_as(moved, torch.float32).sub_(shift).to(dtype)
+    return rounded.masked_fill_(not_a_number, math.nan)
 
 
 @lru_cache(1 << 16)
@@ -172,6 +181,58 @@ def dither(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
     numbers.
     """
     return ((key + t.to(torch.int64) * 0x9E3779B9 + (index & WORD) * 0xC13FA9A9) & WORD) >> 16
+
+
+def random_bits_of_runs(key: Tensor, t: Tensor, first: Tensor, start: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return `random_bits` in int32, which takes half of the memory, for runs of consecutive elements.
+
+    Args:
+        key: The key of each run's parameter, int64, as are the next three.
+        t: The step of each.
+        first: The position of each run's first element in its parameter. No run crosses a multiple of 2^32.
+        start: The same in the result.
+        sizes: The number of elements of each.
+    """
+    of_run = _mix((_mix((key + t) & WORD) + (first >> 32)) & WORD)
+    index = torch.arange(sum(sizes), dtype=torch.int32, device=key.device)
+    index.add_(spread(short(first - start), sizes)).bitwise_xor_(spread(short(of_run), sizes))
+    # As `_mix`, where products wrap around, and the sign is not shifted in. torch_xla divides for `>>`, towards 0.
+    index.bitwise_xor_(index.bitwise_right_shift(16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    index.bitwise_xor_(index.bitwise_right_shift(15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    return index.bitwise_xor_(index.bitwise_right_shift(16).bitwise_and_(0xFFFF))
+
+
+def dither_of_runs(key: Tensor, t: Tensor, sizes: Sequence[int], further: tuple[Tensor, Tensor]) -> Tensor:
+    """Return `dither` in int32, `[runs, elements of each]`, of several parameters with some runs of elements each.
+
+    Args:
+        key: The key of each parameter, int64.
+        t: The step of each, int64.
+        sizes: The number of runs of each.
+        further: What `dither_along` returns for the first positions of all runs, and for those within each run.
+    """
+    starts = spread(key + t * 0x9E3779B9, sizes) + further[0]
+    return (short(starts).unsqueeze(1) + further[1]).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def dither_along(index: Tensor) -> Tensor:
+    """Return what positions add to `dither`, before it is cut to 16 bits."""
+    return short((index & WORD) * 0xC13FA9A9)
+
+
+def short(numbers: Tensor) -> Tensor:
+    """Return the lower 32 bits of numbers in int64, as int32.
+
+    Example:
+        >>> short(torch.tensor([5, 0xFFFFFFFF]))
+        tensor([ 5, -1], dtype=torch.int32)
+    """
+    return numbers.to(torch.int32)
+
+
+def spread(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return each of some values as often as its size says; torch_xla computes repeat_interleave() on the host."""
+    return torch.cat([value.expand(size) for value, size in zip(values.unbind(), sizes, strict=True)])
 
 
 def positions(size: Sequence[int], offset: Sequence[int], whole: Sequence[int], device: torch.device) -> Tensor:

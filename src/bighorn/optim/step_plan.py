@@ -352,11 +352,13 @@ def scale_and_mask(
         total = square_sum()
         # A model may be spread over devices: the scaler's is not always that of the first gradient.
         scale, mask = on_device(scale, total.device, total.dtype), on_device(mask, total.device)
-        norm = root(total) * scale
+        norm = root(total)
+        if isinstance(scale, Tensor):
+            norm = norm * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
-            clip = settings.max_grad_norm / norm
-            scale = scale * torch.where(norm > settings.max_grad_norm, clip, torch.ones_like(clip))
+            clip = (settings.max_grad_norm / norm).clamp(max=1).nan_to_num(nan=1.0)
+            scale = clip * scale if isinstance(scale, Tensor) else clip
             if settings.max_grad_norm <= LARGEST_NORM:
                 largest = torch.finfo(norm.dtype).max  # larger norms are clipped
         if settings.skip_nonfinite:
@@ -376,7 +378,7 @@ def square_sum_of(
     if sums:
         device, form = sums[0].device, sums[0].dtype
         parts = [each.to(device) if each.dtype == form else square_sum_on(device, each) for each in sums]
-        total = torch.stack(parts).sum(dim=0)
+        total = torch.stack(parts).sum(dim=0) if len(parts) > 1 else parts[0]
     else:
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         total = no_square_sums(device=device)

@@ -18,31 +18,49 @@ from bighorn.kernels.arithmetic import compute_dtype, count_step, one_minus_powe
 from bighorn.kernels.bucket import Bucket, row_axis, rows_with_grad
 from bighorn.kernels.codec import NEAREST, Dither, dequantize, quantize
 from bighorn.kernels.foreach import pieces
+from bighorn.kernels.foreach.came_lists import CameGroup
+from bighorn.kernels.foreach.lists import ListStepper
 from bighorn.kernels.foreach.stacks import ALL, Index, Stack, batches, slices, stacked
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference import came as reference
-from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, positions, random_bits, rng_key, store_weight
+from bighorn.kernels.rounding import (
+    AUX_STATE,
+    dither,
+    load_weight,
+    positions,
+    random_bits,
+    rng_key,
+    spread,
+    store_weight,
+)
 from bighorn.square_sums import square_sums
 
 Values = Callable[[Index], Tensor]
 """A function that computes a piece of a tensor that exists only in pieces."""
 
 
-class Came(reference.Came):
+class Came(ListStepper[CameOptions], reference.Came):
     """CAME for some buckets on one device."""
+
+    group = CameGroup
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         super().__init__(buckets)
-        self.scratch = Scratch(buckets[0].metrics.device)
+        self.scratch = Scratch()
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares."""
+        if self.in_lists:
+            return super().square_sum()
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
         parts = [part for grad in grads for part in pieces.pieces_of(grad, self.scratch.limit)]
         return square_sums(parts, self.buckets[0].metrics.device).sum(dim=0)
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Came.step`."""
+        if self.in_lists:
+            super().step(grad_scale, apply_mask)
+            return
         for bucket in self.buckets:
             present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
             grads = [x if grad is None else grad for x, grad in zip(bucket.params, bucket.grads, strict=True)]
@@ -60,23 +78,13 @@ class Scratch:
         small: Tensors up to this size are copied together, since calls cost more than copies; others stay in place.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.limit = pieces.piece_bytes(device) // 4
-        self.small = self.limit // (16 if device.type == "cpu" else 1)
+    def __init__(self) -> None:
+        self.limit = pieces.piece_bytes() // 4
+        self.small = self.limit // 16
         self.memory: dict[str, Tensor] = {}
-        self.sent: dict[tuple[object, ...], tuple[list[int], Tensor]] = {}
-
-    def numbers(self, key: tuple[object, ...], values: list[int], device: torch.device) -> Tensor:
-        """Return numbers on the device; those of a key are sent to it when they change."""
-        kept = self.sent.get(key)
-        if kept is None or kept[0] != values:
-            kept = self.sent[key] = values, pieces.sent(values, device)
-        return kept[1]
 
     def like(self, name: str, a: Tensor) -> Tensor:
         """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
-        if a.device.type != "cpu":  # their allocators keep memory, and a graph of torch_xla would copy all of it
-            return torch.empty_like(a)
         strides = torch.empty_like(a, device="meta").stride()
         memory = self.memory.get(name)
         if memory is None or memory.numel() < a.numel() or memory.dtype != a.dtype:
@@ -314,10 +322,8 @@ class Batch:
             index = positions(piece, [along.start or 0 for along in at[1:]], whole, self.device) + firsts[0]
             return keys[0], self.t, index
         sizes = [tensor.numel() for tensor in self.g.tensors]
-        batch = id(self.bucket), self.rows[0]
-        numbers = (keys, pieces.shifts(sizes, firsts))
-        sent = [self.scratch.numbers((i, *batch), each, self.device) for i, each in enumerate(numbers)]
-        return pieces.positions_of(sent, self.t, sizes)
+        each = [torch.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+        return spread(torch.tensor(keys), sizes), spread(self.t, sizes), torch.cat(each)
 
     def gradient(self, at: Index) -> Tensor:
         """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""

@@ -16,11 +16,12 @@ from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import write
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, U, X
+from bighorn.kernels.foreach.lists import Group, chosen
 from bighorn.kernels.foreach.pieces import Workspace, aligned_size, piece_bytes
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
-from bighorn.square_sums import no_square_sums, root
+from bighorn.square_sums import no_square_sums, root, square_sums
 
 
 class LambBatch(Batch[LambOptions]):
@@ -31,7 +32,7 @@ class LambBatch(Batch[LambOptions]):
     def __init__(self, bucket: Bucket[LambOptions], rows: slice) -> None:
         super().__init__(bucket, rows)
         size = sum(x.numel() for x in bucket.params[rows]) * self.dtype.itemsize
-        self.keeps = bucket.options.cautious or size <= (U[1] - U[0]) * piece_bytes(bucket.metrics.device)
+        self.keeps = bucket.options.cautious or size <= (U[1] - U[0]) * piece_bytes()
 
     @property
     def divides_rows(self) -> bool:
@@ -71,7 +72,7 @@ class LambBatch(Batch[LambOptions]):
         self,
         space: Workspace,
         t: Tensor,
-        corrections: tuple[Tensor, Tensor, Tensor],
+        corrections: tuple[Tensor, Tensor, Tensor | float],
         grad_scale: Tensor | float,
         apply_mask: Tensor | None,
         discard: bool = False,
@@ -97,7 +98,7 @@ class LambBatch(Batch[LambOptions]):
                     torch._foreach_maximum_(peak, v)
             self._store_moments(space, piece, [m, v, peak], t, apply_mask, discard)
             if not fused:
-                ratio(u, m, peak or v, [c[piece.rows] for c in corrections], o)
+                ratio(u, m, peak or v, [c[piece.rows] for c in corrections[:2]], o)
             if o.cautious:
                 masks = [(u * g > 0).to(self.dtype) for u, g in zip(u, g, strict=True)]
                 torch._foreach_mul_(u, [mask / mask.mean().clamp(min=1e-3) for mask in masks])
@@ -113,8 +114,6 @@ class LambBatch(Batch[LambOptions]):
             and o.second_moment != "adagrad"
             # In float64 its last bits depend on an element's address, and 1 - 0.9999^t loses four digits (torch 2.13).
             and self.stored == self.dtype == torch.float32
-            # On CUDA it computes 1 - beta2 in float32 (torch 2.11), 1e-5 off.
-            and self.bucket.metrics.device.type == "cpu"
         )
 
 
@@ -160,7 +159,7 @@ def advance(g: list[Tensor], m: list[Tensor], v: list[Tensor], o: LambOptions) -
 
 def ratio(u: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: list[Tensor], o: LambOptions) -> None:
     """Compute r from the stored moments: m / c1 / (sqrt(v / c2) + eps), with c1 and c2 moved to scalar factors."""
-    correction1, correction2, _ = corrections
+    correction1, correction2 = corrections
     root = correction2.sqrt()
     torch._foreach_copy_(u, v)
     torch._foreach_sqrt_(u)
@@ -170,7 +169,96 @@ def ratio(u: list[Tensor], m: list[Tensor], v: list[Tensor], corrections: list[T
     torch._foreach_mul_(u, list((root / correction1).to(u[0].dtype).unbind()))
 
 
+class LambGroup(Group[LambOptions]):
+    """Rows on an accelerator, or this rank's shards of them."""
+
+    def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
+        """Advance the moments, add up the norms, and move the weights."""
+        o, t = self.bucket.options, self.counts()
+        x, corrections = self.weights(), bias_corrections(t, o)
+        u, agree = self._ratio(x, t, corrections, scale, apply_mask)
+        if o.cautious:
+            torch._foreach_mul_(u, agree)
+            kept = torch.stack(torch._foreach_norm(agree, 1, dtype=t.dtype))
+            del agree
+            yield kept
+            shares = torch._foreach_div(list(kept.unbind()), [float(shard.numel) for shard in self.shards])
+            torch._foreach_clamp_min_(shares, 1e-3)
+            torch._foreach_div_(u, self.each(torch.stack(shares)))
+        if o.decay_mode == "ratio":
+            torch._foreach_add_(u, x, alpha=o.weight_decay)  # LAMB-u
+        sums = square_sums([*x, *u], self.device)
+        yield sums.view(-1)
+
+        weight_norm, update_norm = root(sums).chunk(2)
+        if o.decay_mode == "decoupled":
+            decay = 1 - o.lr * o.weight_decay
+            weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
+            torch._foreach_mul_(x, self.unless(apply_mask, decay, 1.0))
+        if o.adapt:
+            q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+        else:
+            q = torch.ones_like(weight_norm)
+        self.write_metrics([weight_norm, update_norm, q], apply_mask)
+        step = q * o.lr
+        if isinstance(corrections[2], Tensor):
+            step = step * corrections[2]
+        torch._foreach_addcmul_(x, u, self.each(chosen(apply_mask, step, 0.0)), value=-1)  # LAMB-x
+        del u
+        self.store_weights(x, t, apply_mask)
+
+    def _ratio(
+        self,
+        x: list[Tensor],
+        t: Tensor,
+        corrections: tuple[Tensor, Tensor, Tensor | float],
+        scale: Tensor | float,
+        apply_mask: Tensor | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Advance the moments. Return r, and for `cautious` 1 where it has the gradient's sign and 0 elsewhere."""
+        o, (beta1, beta2) = self.bucket.options, self.bucket.options.betas
+        decays = o.decay_mode == "l2" and o.weight_decay != 0
+        g = self.gradients(scale, copy=decays or apply_mask is not None)
+        if decays:
+            torch._foreach_add_(g, x, alpha=o.weight_decay)
+        self.blank(g, apply_mask)
+        m = self.load("exp_avg") if o.packed else []  # in 4 bits it is relative to v as it was stored
+        v = self.load("exp_avg_sq")
+        if o.second_moment != "adagrad":
+            torch._foreach_mul_(v, self.unless(apply_mask, beta2, 1.0))
+        torch._foreach_addcmul_(v, g, g, value=1.0 if o.second_moment == "adagrad" else 1 - beta2)  # LAMB-v
+        v = self.store("exp_avg_sq", v, t, apply_mask)
+        if o.second_moment == "amsgrad":
+            peak = self.load("max_exp_avg_sq")
+            torch._foreach_maximum_(peak, v)
+            v = self.store("max_exp_avg_sq", peak, t, apply_mask)
+        m = m or self.load("exp_avg")
+        torch._foreach_mul_(m, self.unless(apply_mask, beta1, 1.0))
+        torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
+        m = self.store("exp_avg", m, t, apply_mask)
+        agree: list[Tensor] = []
+        if o.cautious:
+            agree = list(torch._foreach_sign(g))
+            torch._foreach_mul_(agree, m)
+            torch._foreach_sign_(agree)
+            torch._foreach_clamp_min_(agree, 0.0)
+        del g
+        u = v
+        if v is self.state["exp_avg_sq"] or v is self.state.get("max_exp_avg_sq"):
+            u = list(torch._foreach_sqrt(v))
+        else:
+            torch._foreach_sqrt_(u)
+        correction1, correction2, _ = corrections
+        root2 = correction2.sqrt()
+        torch._foreach_add_(u, self.each(root2 * o.eps))
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, m)
+        torch._foreach_mul_(u, self.each(root2 / correction1))
+        return u, agree
+
+
 class Lamb(LayerwiseStepper[LambOptions], reference.Lamb):
     """LAMB for some buckets on one device."""
 
     batch = LambBatch
+    group = LambGroup

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import write
 from bighorn.kernels.foreach.layerwise import WIDE, Batch, LayerwiseStepper, Piece, X
+from bighorn.kernels.foreach.lists import Group
 from bighorn.kernels.foreach.pieces import Workspace
 from bighorn.kernels.options import LarsOptions
 from bighorn.kernels.reference import lars as reference
 from bighorn.kernels.reference.lars import trust_ratio
-from bighorn.square_sums import no_square_sums
+from bighorn.square_sums import no_square_sums, square_sums
 
 
 class LarsBatch(Batch[LarsOptions]):
@@ -64,7 +65,39 @@ class LarsBatch(Batch[LarsOptions]):
             yield piece, u
 
 
+class LarsGroup(Group[LarsOptions]):
+    """Rows on an accelerator, or this rank's shards of them."""
+
+    def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
+        """Add up the norms, and advance momentum and weights."""
+        o, t = self.bucket.options, self.counts()
+        x, u = self.weights(), self.gradients(scale, copy=True)
+        if o.denominator == "joint":
+            torch._foreach_add_(u, x, alpha=o.weight_decay)  # LARS-u
+        sums = square_sums([*x, *u], self.device)
+        yield sums.view(-1)
+
+        weight_sums, norm_sums = sums.chunk(2)
+        weight_norm, update_norm, q = trust_ratio(weight_sums, norm_sums, o)
+        self.write_metrics([weight_norm, update_norm, q], apply_mask)
+        if o.denominator == "sum" and o.weight_decay != 0:
+            torch._foreach_add_(u, x, alpha=o.weight_decay)  # LARS-u
+        before, after = (o.lr * q, 1.0) if o.lr_in_momentum else (q, o.lr)
+        torch._foreach_mul_(u, self.each(before))
+        self.blank(u, apply_mask)
+        m = self.load("exp_avg")
+        torch._foreach_mul_(m, self.unless(apply_mask, o.momentum, 1.0))
+        torch._foreach_add_(m, u)  # LARS-m
+        m = self.store("exp_avg", m, t, apply_mask)
+        if o.nesterov:
+            torch._foreach_add_(u, m, alpha=o.momentum)
+        self.subtract(x, u if o.nesterov else m, after, apply_mask)  # LARS-x
+        del u, m
+        self.store_weights(x, t, apply_mask)
+
+
 class Lars(LayerwiseStepper[LarsOptions], reference.Lars):
     """LARS for some buckets on one device."""
 
     batch = LarsBatch
+    group = LarsGroup

@@ -1,4 +1,4 @@
-"""Layer-wise steps in plain torch: rows in batches whose norms are computed together, and batches in pieces.
+"""Layer-wise steps in plain torch on a CPU: rows in batches whose norms are computed together, batches in pieces.
 
 The optimizer adds the arithmetic of a batch: the sums of a layer, and the step that follows from them.
 """
@@ -6,36 +6,29 @@ The optimizer adds the arithmetic of a batch: the sums of a layer, and the step 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar, Generic
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import compute_dtype, count_step
+from bighorn.kernels.arithmetic import compute_dtype, count_step, write
 from bighorn.kernels.bucket import Bucket, rows_with_grad
 from bighorn.kernels.codec import NEAREST, dequantize, quantize
+from bighorn.kernels.foreach.lists import ListStepper
 from bighorn.kernels.foreach.pieces import (
     Slot,
     Workspace,
-    end_to_end,
     groups,
     memory_order,
     piece_bytes,
     pieces,
-    positions_of,
-    sent,
-    shifts,
-    split_like,
     store_pieces,
     workspace,
 )
 from bighorn.kernels.options import Options
-from bighorn.kernels.reference.stepper import Stepper, needs_rng_key
+from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, dither, load_weight, random_bits, rng_key, store_weight
 from bighorn.square_sums import no_square_sums
 
@@ -52,28 +45,6 @@ BATCH = 4
 
 
 @dataclass
-class Concat:
-    """Tensors of a piece that are concatenated and computed as one."""
-
-    indices: list[int]
-    """The positions of the tensors in the piece."""
-    x: list[Tensor]
-    state: dict[str, list[Tensor]]
-    """The state by name: flat, and in blocks in rows of one length, as the scales are."""
-    keys: list[int] = field(default_factory=list)
-    numbers: list[Tensor] = field(default_factory=list)
-    """What random bits depend on for each tensor, on the device: its key and its shift. They are of `keys`."""
-
-    def numbers_of(self, keys: list[int], firsts: list[int]) -> list[Tensor]:
-        """Return the numbers, which are sent to the device when keys change."""
-        if self.keys != keys:
-            sizes = [x.numel() for x in self.x]
-            self.numbers = [sent(column, self.x[0].device) for column in (keys, shifts(sizes, firsts))]
-            self.keys = keys
-        return self.numbers
-
-
-@dataclass
 class Piece:
     """Whole rows, or a part of one, as flat tensors in their memory order."""
 
@@ -82,31 +53,9 @@ class Piece:
     moments: list[list[Tensor]]
     """The moments that the optimizer names; one that the state does not have is an empty list."""
     state: list[dict[str, Tensor]]
-    """The state of each tensor, in its own shape."""
+    """The state of each tensor, flat; what is in blocks, in rows."""
     row_offsets: list[int]
     """The position of each tensor's first element in its parameter."""
-
-    @cached_property
-    def concats(self) -> list[Concat]:
-        """All tensors: each by itself on a CPU, where copies cost more than calls; else those with rows of one length.
-
-        The length of rows matters for blocks alone, which run along them.
-        """
-        together: dict[int, list[int]] = defaultdict(list)
-        for i, (x, state) in enumerate(zip(self.x, self.state, strict=True)):
-            together[i if x.device.type == "cpu" else row_size(state)].append(i)
-        return [self._concat(indices) for indices in together.values()]
-
-    def _concat(self, indices: list[int]) -> Concat:
-        states = [in_rows(self.state[i]) for i in indices]
-        return Concat(indices, [self.x[i] for i in indices], {name: [s[name] for s in states] for name in states[0]})
-
-    def split(self, wholes: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of each tensor from the flat values of all concats."""
-        found: dict[int, Tensor] = {}
-        for concat, whole in zip(self.concats, wholes, strict=True):
-            found |= zip(concat.indices, split_like(whole, concat.x), strict=True)
-        return [found[i] for i in range(len(self.x))]
 
 
 class Batch(Generic[Options]):
@@ -119,7 +68,7 @@ class Batch(Generic[Options]):
         self.bucket: Bucket[Options] = bucket
         self.rows = rows
         self.dtype = compute_dtype(bucket.params[0])
-        self.piece_size = piece_bytes(bucket.metrics.device) // self.dtype.itemsize
+        self.piece_size = piece_bytes() // self.dtype.itemsize
         self.orders = [memory_order(x) for x in bucket.params[rows]]
         self.stored, self.in_blocks = bucket.state["exp_avg"][0].dtype, "exp_avg_scale" in bucket.state
         self.needs_rng_key = needs_rng_key(bucket)
@@ -152,7 +101,7 @@ class Batch(Generic[Options]):
                 rows,
                 [each.view(-1) for each in x],
                 of_piece,
-                [{name: part[i] for name, part in parts.items()} for i in range(len(x))],
+                [in_rows({name: part[i] for name, part in parts.items()}) for i in range(len(x))],
                 [start + first for start, first in zip(starts, row_starts[rows], strict=True)],
             )
 
@@ -182,10 +131,9 @@ class Batch(Generic[Options]):
         kept = AUX_STATE[self.bucket.options.weight_rounding]
         if not kept:
             return piece.x
-        return piece.split(
-            load_weight(end_to_end(concat.x), {name: end_to_end(concat.state[name]) for name in kept})
-            for concat in piece.concats
-        )
+        return [
+            load_weight(x, {name: state[name] for name in kept}) for x, state in zip(piece.x, piece.state, strict=True)
+        ]
 
     def _store_weights(self, piece: Piece, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> None:
         """Round the parameters of a piece, and store the aux state of their rounding mode."""
@@ -193,20 +141,16 @@ class Batch(Generic[Options]):
         if rounding == "nearest":
             store_pieces(piece.x, values, apply_mask)
             return
-        for concat in piece.concats:
-            bits = random_bits(*self._positions(piece, concat, t)) if rounding == "stochastic" else None
-            value = end_to_end([values[i] for i in concat.indices])
-            for name, new in store_weight(value, concat.x[0].dtype, rounding, bits).items():
-                targets = concat.x if name == "x" else concat.state[name]
-                store_pieces(targets, split_like(new, targets), apply_mask)
+        for i, (x, value) in enumerate(zip(piece.x, values, strict=True)):
+            bits = random_bits(*self._positions(piece, i, t)) if rounding == "stochastic" else None
+            for name, new in store_weight(value, x.dtype, rounding, bits).items():
+                write(x if name == "x" else piece.state[i][name], new, apply_mask)
 
     def _moments(self, space: Workspace, piece: Piece, copy: bool) -> list[list[Tensor]]:
         """Return the moments of a piece to compute in: themselves, or copies if their dtype or `copy` requires that."""
         if self.in_blocks:
             names = [name for name in self.moments if name in self.bucket.state]
-            stored = [name for name in self.bucket.state if name.startswith("exp_avg")]
-            states = [{name: end_to_end(concat.state[name]) for name in stored} for concat in piece.concats]
-            decoded = [piece.split(dequantize(name, state).flatten() for state in states) for name in names]
+            decoded = [[dequantize(name, state).flatten() for state in piece.state] for name in names]
             return decoded + [[]] * (len(self.moments) - len(names))
         slots = zip(MOMENTS, piece.moments, strict=False)
         return [space.load(slot, tensors, self.dtype, copy) for slot, tensors in slots]
@@ -233,75 +177,70 @@ class Batch(Generic[Options]):
     def _encode(
         self, piece: Piece, moments: list[list[Tensor]], t: Tensor, apply_mask: Tensor | None, discard: bool
     ) -> None:
-        for concat in piece.concats:
-            state = {name: tensors[0] for name, tensors in concat.state.items()}
-            rows = sum(map(len, concat.state["exp_avg"]))
-            if rows == 0:
+        for i, (x, stored) in enumerate(zip(piece.x, piece.state, strict=True)):
+            if len(stored["exp_avg"]) == 0:
                 continue
-            shape = (rows, sum(x.numel() for x in concat.x) // rows)
-            shifts = dither(*self._positions(piece, concat, t)).view(shape) if self.needs_rng_key else NEAREST
-            for name, all_values in reversed([*zip(self.moments, moments, strict=True)]):  # m may be relative to v
-                if not all_values:
-                    continue
-                values = [all_values[i] for i in concat.indices]
-                new = quantize(name, end_to_end(values).view(shape), state, shifts)
-                state |= new
-                rounded = dequantize(name, state).flatten()
-                torch._foreach_copy_(values, list(split_like(rounded, values)))
-                for key, value in new.items() if not discard else ():
-                    store_pieces(concat.state[key], split_like(value, concat.state[key]), apply_mask)
+            state, shape = dict(stored), (len(stored["exp_avg"]), x.numel() // len(stored["exp_avg"]))
+            shifts = dither(*self._positions(piece, i, t)).view(shape) if self.needs_rng_key else NEAREST
+            for name, values in reversed([*zip(self.moments, moments, strict=True)]):  # m may be relative to v
+                if values:
+                    new = quantize(name, values[i].view(shape), state, shifts)
+                    state |= new
+                    values[i].copy_(dequantize(name, state).flatten())
+                    for key, value in new.items() if not discard else ():
+                        write(stored[key], value, apply_mask)
 
     def _round(self, space: Workspace, values: list[Tensor]) -> None:
         """Round the values of a moment to the dtype that it is stored in."""
         if values and self.stored != self.dtype:
             torch._foreach_copy_(values, space.copies(WIDE, values, self.stored))
 
-    def _positions(self, piece: Piece, concat: Concat, t: Tensor) -> tuple[Tensor | int, Tensor, Tensor]:
-        """Return the arguments of `random_bits` for the elements of a concat, at the steps `t` of the batch's rows."""
-        seed, first_row = self.bucket.options.rounding_seed, self.rows.start + piece.rows.start
-        keys = [rng_key(seed, self.bucket.param_ids[first_row + i]) for i in concat.indices]
-        firsts = [piece.row_offsets[i] for i in concat.indices]
-        steps = [t[piece.rows.start + i] for i in concat.indices]
-        size = sum(x.numel() for x in concat.x)
-        if len(keys) == 1:
-            return keys[0], steps[0], torch.arange(firsts[0], firsts[0] + size, device=t.device)
-        return positions_of(concat.numbers_of(keys, firsts), torch.stack(steps), [x.numel() for x in concat.x])
+    def _positions(self, piece: Piece, i: int, t: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Return the arguments of `random_bits` for a tensor of a piece, at the steps `t` of the batch's rows."""
+        row, first = piece.rows.start + i, piece.row_offsets[i]
+        key = rng_key(self.bucket.options.rounding_seed, self.bucket.param_ids[self.rows.start + row])
+        return key, t[row], torch.arange(first, first + piece.x[i].numel())
 
 
-class LayerwiseStepper(Stepper[Options]):
-    """A layer-wise optimizer for some buckets on one device; shards are stepped by the reference."""
+class LayerwiseStepper(ListStepper[Options]):
+    """A layer-wise optimizer for some buckets on one device; on a CPU, shards are stepped by the reference."""
 
     batch: type[Batch[Options]]
 
     def refresh(self) -> None:
-        """Divide the tensors into pieces."""
-        self.batches: list[list[Batch[Options]]] = [self._batches(bucket) for bucket in self.buckets]
+        """Divide the tensors into pieces, or into groups on an accelerator."""
+        super().refresh()
+        self.batches = [] if self.in_lists else [self._batches(bucket) for bucket in self.buckets]
 
     def _batches(self, bucket: Bucket[Options]) -> list[Batch[Options]]:
-        limit = BATCH * piece_bytes(bucket.metrics.device) // torch.float32.itemsize
+        limit = BATCH * piece_bytes() // torch.float32.itemsize
         return [self.batch(bucket, rows) for rows in groups(bucket.params, limit)]
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""
-        workspace(SIZE, self.buckets[0].metrics.device)
+        if not self.in_lists:
+            workspace(SIZE)
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares."""
+        if self.in_lists:
+            return super().square_sum()
         grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        norms = self.buckets[0].metrics
-        space = workspace(SIZE, norms.device)
-        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, piece_bytes(norms.device) // 8)]
-        return torch.cat(sums or [no_square_sums(0, device=norms.device)]).sum(dim=0)
+        space = workspace(SIZE)
+        sums = [space.square_sums(WIDE, piece) for _, piece in pieces(grads, piece_bytes() // 8)]
+        return torch.cat(sums or [no_square_sums(0, device=torch.device("cpu"))]).sum(dim=0)
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
         """Make one step of every bucket, as `reference.Stepper.step`."""
-        space = workspace(SIZE, self.buckets[0].metrics.device)
+        if self.in_lists:
+            super().step(grad_scale, apply_mask)
+            return
+        space = workspace(SIZE)
         for bucket, all_rows in zip(self.buckets, self.batches, strict=True):
             present = bucket.with_grad()
             for batch in all_rows if present is bucket else self._batches(present):
                 batch.step(space, grad_scale, apply_mask)
             if present is not bucket and present.params:
-                # torch would send a list of indices from pageable memory.
                 rows = [bucket.metrics[i] for i in rows_with_grad(bucket.grads)]
                 torch._foreach_copy_(rows, list(present.metrics.unbind()))
             count_step(bucket.unique_steps, apply_mask)
@@ -313,11 +252,6 @@ def rows_of(parts: list[Tensor], starts: list[int], state: list[Tensor]) -> list
         each if start == 0 and len(part) == len(each) else each.narrow(0, start // max(part[0].numel(), 1), len(part))
         for part, start, each in zip(parts, starts, state, strict=True)
     ]
-
-
-def row_size(state: dict[str, Tensor]) -> int:
-    """Return the elements of a row of a tensor whose state is in blocks; 0 for any other tensor."""
-    return math.prod(state["exp_avg"].shape[1:]) if "exp_avg_scale" in state else 0
 
 
 def in_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,26 +1,19 @@
-"""Tensors in pieces of bounded size, and the workspace for a step's temporaries."""
+"""Tensors in pieces that fit a CPU's cache, and the workspace for a step's temporaries."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.arithmetic import write
-from bighorn.square_sums import square_sums
 
 
-def piece_bytes(device: torch.device) -> int:
-    """Return the bytes of a piece: with fewer, calls cost more than the arithmetic.
-
-    On a CPU a piece fits the cache, and the workspace is 16 pieces. Another device has no workspace, since its
-    allocator keeps what is freed. Temporaries of a LAMB step there are the update of a batch of rows, up to 10 pieces,
-    beside 2 pieces in float32, 13 with moments in int8, and 19 with stochastic rounding, whose random bits are int64.
-    """
-    return 1 << 20 if device.type == "cpu" else 16 << 20
+def piece_bytes() -> int:
+    """Return the bytes of a piece, of which a CPU's cache holds a few: with fewer, calls cost more than arithmetic."""
+    return 1 << 20
 
 
 ALIGNED = 8
@@ -33,17 +26,17 @@ Slot = tuple[int, int]
 class Workspace:
     """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.unit = piece_bytes(device) if device.type == "cpu" else 0  # bytes: nothing fits 0, so memory is fresh
-        self.memory = torch.empty(size * self.unit, dtype=torch.uint8, device=device)
+    def __init__(self, size: int) -> None:
+        self.unit = piece_bytes()
+        self.memory = torch.empty(size * self.unit, dtype=torch.uint8, device="cpu")
 
     def views(self, slot: Slot, like: Sequence[Tensor], dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
         """Return flat memory in a slot for each of `like`; fresh memory for what does not fit."""
         sizes = list(map(aligned_size, like))
         start = slot[0] * self.unit + offset
         end = start + sum(sizes) * dtype.itemsize
-        if end > slot[1] * self.unit:  # not one tensor: in torch_xla's graph, a write to a part makes all parts anew
-            return [torch.empty(tensor.numel(), dtype=dtype, device=self.memory.device) for tensor in like]
+        if end > slot[1] * self.unit:
+            return [torch.empty(tensor.numel(), dtype=dtype, device="cpu") for tensor in like]
         parts = zip(self.memory[start:end].view(dtype).split_with_sizes(sizes), like, sizes, strict=True)
         return [part if tensor.numel() == size else part[: tensor.numel()] for part, tensor, size in parts]
 
@@ -61,8 +54,6 @@ class Workspace:
 
     def square_sums(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of each tensor, as `square_sums.square_sums`."""
-        if self.memory.device.type != "cpu":
-            return square_sums(tensors, self.memory.device)
         # The norm uses one thread, and takes longer than this on one, too.
         return torch.stack([torch.dot(copy, copy) for copy in self.copies(slot, tensors, torch.float64)])
 
@@ -75,13 +66,12 @@ def aligned_size(tensor: Tensor) -> int:
 _kept = threading.local()
 
 
-def workspace(size: int, device: torch.device) -> Workspace:
-    """Return the calling thread's workspace on a device. It is created once, and all optimizers share it."""
-    key = (size, device)
-    spaces: dict[tuple[int, torch.device], Workspace] = _kept.__dict__.setdefault("spaces", {})
-    if key not in spaces:
-        spaces[key] = Workspace(size, device)
-    return spaces[key]
+def workspace(size: int) -> Workspace:
+    """Return the calling thread's workspace. It is created once, and all optimizers share it."""
+    spaces: dict[int, Workspace] = _kept.__dict__.setdefault("spaces", {})
+    if size not in spaces:
+        spaces[size] = Workspace(size)
+    return spaces[size]
 
 
 def groups(tensors: Sequence[Tensor], limit: int) -> Iterator[slice]:
@@ -134,51 +124,12 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda dim: -x.stride()[dim])
 
 
-def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors as one along dim 0: a single one itself, copies of several."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])
-
-
-def shifts(sizes: Iterable[int], firsts: Iterable[int]) -> list[int]:
-    """Return how much further each tensor's first element is in a concat than in its parameter, given by `firsts`."""
-    starts = itertools.accumulate(sizes, initial=0)
-    return [start - first for start, first in zip(starts, firsts, strict=False)]
-
-
-def positions_of(numbers: Sequence[Tensor], t: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of `random_bits` for the elements of a concat.
-
-    Args:
-        numbers: The keys of the tensors and their `shifts`, on the device, int64.
-        t: The step of each, from 1.
-        sizes: The elements of each.
-    """
-    each = torch.stack([*numbers, t.to(torch.int64)])
-    # torch_xla computes repeat_interleave() on the host.
-    columns = zip(each.unbind(dim=1), sizes, strict=True)
-    key, shift, step = torch.cat([column.unsqueeze(1).expand(-1, size) for column, size in columns], dim=1).unbind()
-    return key, step, torch.arange(len(key), device=t.device) - shift
-
-
-def split_like(whole: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the parts of a tensor, along dim 0, that are as long as `tensors`."""
-    return whole.split_with_sizes([len(tensor) for tensor in tensors])
-
-
 def store_pieces(tensors: Sequence[Tensor], work: Sequence[Tensor], apply_mask: Tensor | None) -> None:
     """Store the results that were computed in borrowed tensors of the same shapes, unless `work` is `tensors`."""
     if work is tensors:
         return
     if apply_mask is None:
         torch._foreach_copy_(list(tensors), list(work))
-    elif apply_mask.device.type == "cpu":  # in a piece's copies calls would be fewer, and take longer
+    else:
         for tensor, value in zip(tensors, work, strict=True):
             write(tensor, value, apply_mask)
-    else:
-        new = torch.where(apply_mask, end_to_end(work).to(tensors[0].dtype), end_to_end(tensors))
-        torch._foreach_copy_(list(tensors), list(split_like(new, tensors)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn.kernels.arithmetic import one_minus_power
+from bighorn.kernels.arithmetic import one_minus_powers
 from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
@@ -82,19 +82,21 @@ def trust_ratio(
     q = phi / update_norm  # LAMB-q
     if trust_ratio_bounds is not None:
         q = q.clamp(*trust_ratio_bounds)
-    return torch.where((weight_norm == 0) | (update_norm == 0), torch.ones_like(q), q)
+    return q.masked_fill((weight_norm == 0) | (update_norm == 0), 1.0)
 
 
-def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor]:
+def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor | float]:
     """Return the divisors of m and v, and the factor of the learning rate, at step `t` (float64)."""
-    one = torch.ones_like(t)
     if not options.bias_correction:
-        return one, one, one
-    correction1 = one_minus_power(options.betas[0], t)
-    correction2 = one if options.second_moment == "adagrad" else one_minus_power(options.betas[1], t)
+        one = torch.ones_like(t)
+        return one, one, 1.0
+    correction1, correction2 = one_minus_powers(options.betas, t)
+    if options.second_moment == "adagrad":
+        correction2 = torch.ones_like(t)
     if options.bias_correction == "lr":
+        one = torch.ones_like(t)
         return one, one, correction2.sqrt() / correction1
-    return correction1, correction2, one
+    return correction1, correction2, 1.0
 
 
 class Lamb(Stepper[LambOptions]):

@@ -51,7 +51,7 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
     weight_norm, norm = root(weight_sum), root(norm_sum)
     update_norm = norm + o.weight_decay * weight_norm if o.denominator == "sum" else norm
     q = o.trust_coefficient * weight_norm / (update_norm + o.eps)  # LARS-q
-    q = torch.where((weight_norm == 0) | (norm == 0), torch.ones_like(q), q)
+    q = q.masked_fill((weight_norm == 0) | (norm == 0), 1.0)
     if o.trust_clip:
         q = torch.where(q >= o.lr, torch.ones_like(q), q / o.lr)
     return weight_norm, update_norm, q if o.adapt else torch.ones_like(q)

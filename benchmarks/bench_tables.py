@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 import traffic
 from baseline_lamb import BaselineLamb, Step, compiled_foreach, loop
-from bighorn import Came, Lamb
+from bighorn import Came, Lamb, Lars
 from bighorn_workbench.bench_table import COLUMNS
 from bighorn_workbench.measure import PARAM_SETS
 from bighorn_workbench.optimizers import state_bytes
@@ -96,6 +96,16 @@ OWN_PEERS = {
     },
     "lamb-int4": Peer("Lamb, int4 states", ours(Lamb, state_dtype="int4"), "bighorn"),
     "came-int4": Peer("Came, int4", ours(Came, state_dtype="int4"), "bighorn"),
+    **{
+        f"{name}-foreach": Peer(f"{label}, plain torch", ours(kind, "foreach", **options), "bighorn")
+        for name, label, kind, options in (
+            ("lamb-cautious", "Lamb, cautious", Lamb, {"cautious": True}),
+            ("lamb-int8", "Lamb, int8", Lamb, {"state_dtype": "int8"}),
+            ("came", "Came", Came, {}),
+            ("came-int8", "Came, int8", Came, {"state_dtype": "int8"}),
+            ("lars", "Lars", Lars, {}),
+        )
+    },
     "loop": Peer("reference loop", _loop, "torch"),
     "compiled": Peer("compiled foreach", _compiled, "torch"),
     "bitsandbytes-adamw8bit": Peer(
@@ -131,6 +141,17 @@ OWN_TABLES = {
         shapes=("vit_small", *CLIFFS),
         columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
         devices=("cpu",),
+    ),
+    # What a device without our kernels would run.
+    "plain": BenchTable(
+        baseline="adamw",
+        peers=(
+            *("adamw-foreach", "lamb-foreach", "lamb-cautious-foreach", "lamb-int8-foreach"),
+            *("came-foreach", "came-int8-foreach", "lars-foreach", "pytorch_optimizer", "timm"),
+        ),
+        shapes=("bert_large", "vit_small", "tiny"),
+        columns=("ms", "ratio", "p10-p90", "wall ms", "host", "temporaries"),
+        devices=("cuda",),
     ),
     "gpu": replace(
         TABLES["gpu"],

@@ -1,8 +1,10 @@
 """What a step asks of an accelerator without compiled kernels: calls of torch, copies, waits and temporaries.
 
-    PYTHONPATH=. python benchmarks/plain_torch.py [--rows lamb,came] [--shapes bert_base] [--json FILE]
+    PYTHONPATH=. python benchmarks/plain_torch.py [--rows Lamb,Came] [--shapes bert_base] [--json FILE]
+    PYTHONPATH=. python benchmarks/plain_torch.py --times [--json FILE]
 
-The device is the stand-in of `tests/device`, and no time is measured. Each optimizer runs in a process of its own.
+The device is the stand-in of `tests/device`, and each optimizer runs in a process of its own. `--times` times the same
+lists on one thread of a CPU, beside other packages' lists: optimizers take turns, step by step, with AdamW's.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
+import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
+from bighorn.kernels.foreach.lists import ListStepper
+from bighorn_workbench.peers import PEERS
 from bighorn_workbench.shapes import SHAPES
 from tests.device import stand_in
 from tests.device.calls import Calls
@@ -118,14 +124,64 @@ def measure(row: str, shapes: str, mode: str) -> Found:
     }
 
 
+TIMED = ("Lamb", "Lamb, cautious", "Lars", "Came", "Lamb of pytorch_optimizer", "Lamb of timm", "CAME of came-pytorch")
+
+
+def timm_lamb(params: list[Parameter]) -> Any:
+    """Return the LAMB of timm."""
+    return PEERS["timm"].load_for("cpu")(params, 0.01, None)
+
+
+def times(shapes: str, rounds: int) -> dict[str, Found | str]:
+    """Time steps on one thread of the CPU, relative to those of AdamW's lists in the same round."""
+    torch.set_num_threads(1)
+    ListStepper.in_lists = property(lambda _: True)  # type: ignore[assignment]
+
+    def made(make: Make) -> Any:
+        params = [Parameter(torch.full(shape, 0.02)) for shape in TENSORS[shapes]()]
+        for param in params:
+            param.grad = torch.full(param.shape, 1e-3)
+        optimizer = make(params)
+        optimizer.step()
+        return optimizer
+
+    def seconds(optimizer: Any) -> float:
+        begin = time.perf_counter()
+        optimizer.step()
+        return time.perf_counter() - begin
+
+    found: dict[str, Found | str] = {}
+    baseline = made(ROWS["AdamW of torch, foreach"][0])
+    for row in TIMED:
+        try:
+            optimizer = made(timm_lamb if row == "Lamb of timm" else ROWS[row][0])
+        except ImportError as error:
+            found[row] = str(error)
+            continue
+        pairs = [(seconds(baseline), seconds(optimizer)) for _ in range(rounds)]
+        ratios = sorted(ours / theirs for theirs, ours in pairs)
+        parts = (("p10", 0.1), ("median", 0.5), ("p90", 0.9))
+        figures = {name: round(ratios[int(part * (rounds - 1))], 2) for name, part in parts}
+        figures["ms"] = round(1000 * sorted(ours for _, ours in pairs)[rounds // 2], 1)
+        found[row] = figures
+        print(f"{shapes:16} {row:28} {figures}", flush=True)
+    return found
+
+
 def main() -> None:
     """Measure the rows, print them, and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="", help="parts of names of rows, with commas; default: all")
     parser.add_argument("--shapes", default=",".join(TENSORS))
     parser.add_argument("--mode", choices=stand_in.MODES, default=stand_in.MODES[0])
+    parser.add_argument("--times", action="store_true", help="time lists on one thread of the CPU")
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.times:
+        timed = {shapes: times(shapes, chosen.rounds) for shapes in chosen.shapes.split(",")}
+        write(chosen.json, {"rounds": chosen.rounds, "shapes": timed})
+        return
     rows = [row for row in ROWS if any(part in row for part in chosen.rows.split(","))]
     if chosen.mode != stand_in.MODES[0]:
         rows = [row for row in rows if ROWS[row][1] != torch.float64]
@@ -141,10 +197,15 @@ def main() -> None:
             found.setdefault(shapes, {})[row] = figures
             values = figures if isinstance(figures, str) else "  ".join(f"{n:>8,}" for n in figures.values())
             print(f"{shapes:16} {row:28} {values}", flush=True)
-    if chosen.json:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        content = {"mode": chosen.mode, "versions": versions, "shapes": found}
-        chosen.json.write_text(json.dumps(content, indent=1) + "\n")
+    write(chosen.json, {"mode": chosen.mode, "shapes": found})
+
+
+def write(file: Path | None, content: dict[str, Any]) -> None:
+    """Write results with the versions that they depend on."""
+    if file:
+        names = ("torch", "bighorn", "pytorch_optimizer", "came-pytorch", "timm")
+        versions = {name: version(name) for name in names if find_spec(name.replace("-", "_"))}
+        file.write_text(json.dumps({"versions": versions, **content}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def test_lamb_on_ranks_equals_the_unsharded_step(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
     """A few weights differ by the order of sums."""
-    of = {"lamb": test_triton, "came": test_triton_came}[algorithm]
+    of: Any = {"lamb": test_triton, "came": test_triton_came}[algorithm]
     whole: Bucket[Any] = of.bucket((7, 300), dtype=BF16, weight_rounding=way)
     ranks = on_ranks(whole, [cuts])
     together(ranks, kernels.kernel("foreach", algorithm))
@@ -132,24 +132,31 @@ ENDS = {"inside-rows": [100, 101, 700], "one-row": [64, 70, 80], "none": [0, 0, 
 def test_parts_of_rows_equal_the_unsharded_step(algorithm: str, ends: str) -> None:
     """As in a flat tensor of ZeRO, or of Megatron's distributed optimizer."""
     shapes: tuple[Shape, ...] = (31, 29), (29, 31)
-    of = {"lamb": test_triton, "came": test_triton_came}[algorithm]
+    of: Any = {"lamb": test_triton, "came": test_triton_came}[algorithm]
     whole: Bucket[Any] = of.bucket(*shapes)
     cuts = [range(a, b) for a, b in itertools.pairwise([0, *ENDS[ends], math.prod(shapes[0])])]
     ranks = []
     for cut in cuts:
         shards = [Shard.around(cut, shape, cut=True) for shape in shapes]
-        columns = {"x": whole.params, "g": whole.grads, **whole.state}
-        state = {
+        columns: dict[str, list[Any]] = {"x": whole.params, "g": whole.grads, **whole.state}
+        state: dict[str, list[Any]] = {
             name: [elements_of(name, value, shard) for value, shard in zip(values, shards, strict=True)]
             for name, values in columns.items()
         }
         x, g, steps = state.pop("x"), state.pop("g"), [step.clone() for step in whole.steps]
-        parts = {"params": x, "grads": g, "state": state, "steps": steps, "unique_steps": steps, "shards": shards}
+        parts: dict[str, Any] = {
+            "params": x,
+            "grads": g,
+            "state": state,
+            "steps": steps,
+            "unique_steps": steps,
+            "shards": shards,
+        }
         ranks.append(replace(whole, metrics=whole.metrics.clone(), **parts))
     together(ranks, kernels.kernel("foreach", algorithm), 0.5)
     stepped(algorithm, whole, 0.5)
-    for i, x in enumerate(whole.params):
-        torch.testing.assert_close(torch.cat([rank.params[i] for rank in ranks]), x.flatten(), rtol=1e-5, atol=1e-6)
+    for i, param in enumerate(whole.params):
+        torch.testing.assert_close(torch.cat([rank.params[i] for rank in ranks]), param.flatten(), rtol=1e-5, atol=1e-6)
         m = torch.cat([rank.state["exp_avg"][i] for rank in ranks])
         torch.testing.assert_close(m, whole.state["exp_avg"][i].flatten(), rtol=1e-5, atol=1e-6)
     for rank in ranks:

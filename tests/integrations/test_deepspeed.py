@@ -64,6 +64,21 @@ print("trained")
 """
 
 
+LISTS = """
+from bighorn import Came
+from bighorn.kernels.foreach.lists import ListStepper
+
+ListStepper.in_lists = property(lambda _: True)  # steps as on an accelerator that has no optimizers of DeepSpeed's
+
+for kind in (Lamb, Came):
+    lamb = lambda net: kind(net.named_parameters(), lr=0.05, weight_decay=0.1, backend="foreach")
+    for stage in (0, 1, 2):
+        trained = engine(Net(), zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
+        go(trained, batches())
+        assert_same(trained.module, by_hand(lamb, accumulate=2, clip=0.5))
+print("trained")
+"""
+
 TRAINER = """
 import sys, torch, deepspeed, transformers
 import deepspeed.ops
@@ -108,13 +123,20 @@ print("trained")
 """
 
 
-@pytest.mark.parametrize("program", ["engine", "transformers"])
+PROGRAMS = {
+    "engine": ENGINE,
+    "lists": ENGINE.partition("\nnet = Net()")[0] + LISTS,
+    "transformers": TRAINER,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_client_optimizer_trains_and_resumes(program: str, tmp_path: Path) -> None:
     """The process is separate, since DeepSpeed sets up torch.distributed, environment variables and a logger."""
     if program == "transformers":
         pytest.importorskip("transformers", reason=INSTALL)
     run = subprocess.run(
-        [sys.executable, "-c", ENGINE if program == "engine" else TRAINER, str(tmp_path)],
+        [sys.executable, "-c", PROGRAMS[program], str(tmp_path)],
         cwd=Path(__file__).parents[2],
         env={"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         capture_output=True,

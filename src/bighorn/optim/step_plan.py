@@ -352,13 +352,11 @@ def scale_and_mask(
         total = square_sum()
         # A model may be spread over devices: the scaler's is not always that of the first gradient.
         scale, mask = on_device(scale, total.device, total.dtype), on_device(mask, total.device)
-        norm = root(total)
-        if isinstance(scale, Tensor):
-            norm = norm * scale
+        norm = root(total) if grad_scale is None else root(total) * scale
         largest = LARGEST_NORM
         if settings.max_grad_norm is not None:
             clip = (settings.max_grad_norm / norm).clamp(max=1).nan_to_num(nan=1.0)
-            scale = clip * scale if isinstance(scale, Tensor) else clip
+            scale = clip if grad_scale is None else clip * scale
             if settings.max_grad_norm <= LARGEST_NORM:
                 largest = torch.finfo(norm.dtype).max  # larger norms are clipped
         if settings.skip_nonfinite:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Shard
-from bighorn.kernels.foreach.lists import ListStepper
+from bighorn.kernels.foreach import lists
 from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 
 pytest.importorskip("triton", reason="the simulated ranks are those of the tests of Triton's shards")
@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ListStepper, "in_lists", property(lambda _: True))
+    monkeypatch.setattr(lists, "on_accelerator", lambda _: True)
 
 
 def stepped(algorithm: str, whole: Bucket[Any], *arguments: Any) -> None:

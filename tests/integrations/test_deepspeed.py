@@ -66,9 +66,9 @@ print("trained")
 
 LISTS = """
 from bighorn import Came
-from bighorn.kernels.foreach.lists import ListStepper
+from bighorn.kernels.foreach import lists
 
-ListStepper.in_lists = property(lambda _: True)  # steps as on an accelerator that has no optimizers of DeepSpeed's
+lists.on_accelerator = lambda _: True  # steps as on an accelerator that has no optimizers of DeepSpeed's
 
 for kind in (Lamb, Came):
     lamb = lambda net: kind(net.named_parameters(), lr=0.05, weight_decay=0.1, backend="foreach")

@@ -285,18 +285,19 @@ class Group(Generic[Options]):
         return sent(firsts, self.device), sent(starts, self.device)
 
 
+def on_accelerator(device: torch.device) -> bool:
+    """Whether a device is stepped in lists of whole tensors, not in pieces for a CPU's cache."""
+    return device.type != "cpu"
+
+
 class ListStepper(Stepper[Options]):
     """An algorithm for some buckets: on an accelerator in groups; a subclass adds what a CPU does."""
 
     group: type[Group[Options]]
 
-    @property
-    def in_lists(self) -> bool:
-        """Whether the device is an accelerator."""
-        return self.buckets[0].metrics.device.type != "cpu"
-
     def refresh(self) -> None:
         """Make the groups of all rows."""
+        self.in_lists = on_accelerator(self.buckets[0].metrics.device)
         self.groups = [self._groups(bucket) for bucket in self.buckets] if self.in_lists else []
 
     def _groups(self, bucket: Bucket[Options]) -> list[Group[Options]]:

@@ -116,7 +116,8 @@ class CameGroup(Group[CameOptions]):
             torch._foreach_mul_(v, self.unless(apply_mask, 1 - gain, 1.0))
             torch._foreach_add_(v, u, alpha=gain)  # CAME-v
         torch._foreach_copy_(u, v)
-        torch._foreach_rsqrt_(u)
+        torch._foreach_sqrt_(u)
+        torch._foreach_reciprocal_(u)
         torch._foreach_mul_(u, self.grads)  # CAME-u
         self._scale(u, scale, apply_mask)
 

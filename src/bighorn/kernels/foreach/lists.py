@@ -56,7 +56,9 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
         return x.itemsize * (2 if getattr(o, "cautious", False) else 1)
     if o.weight_rounding == "kahan8":
         return 26
-    return 14 if m.dtype == torch.float16 else 8 if x.itemsize >= 4 and not o.blocks else 12
+    if x.itemsize >= 4 and not o.blocks and getattr(o, "second_moment", None) != "amsgrad":
+        return 8
+    return 14 if m.dtype == torch.float16 else 12
 
 
 def group_rows(bucket: Bucket[Options]) -> Iterator[list[int]]:
@@ -64,7 +66,8 @@ def group_rows(bucket: Bucket[Options]) -> Iterator[list[int]]:
     rows: list[int] = []
     total = largest = 0
     for i in rows_with_grad(bucket.grads):
-        size = bucket.shards[i].numel if bucket.shards else bucket.params[i].numel()
+        shape = bucket.shards[i].shape if bucket.shards else bucket.params[i].shape
+        size = math.prod(scales_shape(shape)) * BLOCK if bucket.options.blocks else math.prod(shape)
         if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > GROUP_BYTES:
             yield rows
             rows, total, largest = [], 0, 0

@@ -197,6 +197,16 @@ def test_more_seeds_and_fewer_trials_never_take_finished_trials_away(
         assert [config.seed for config in ten_seconds] == ([4, 5, 6, 7, 8, 9, 10] if number == 0 else [])
 
 
+def test_a_number_of_a_run_that_no_study_has_is_not_waited_for(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
+    path = tmp_path / "s.study"
+    small(path, trials=1).work()
+    path.write_text(path.read_text().replace('"run":0', f'"run":{10**9}'))
+    again = small(path, trials=1)
+    assert (again.trials, again.done) == (1, 0)
+    again.work()
+    assert (again.done, len(ten_seconds)) == (4, 6), "the trial and the first final run are made again"
+
+
 def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
     leader = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
     worker = Search(leader.plan, leader.task, leads=False)

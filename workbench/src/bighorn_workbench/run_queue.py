@@ -27,6 +27,9 @@ Optuna has such heartbeats for databases alone. SQLite's locks do not hold on ev
 PROCESSES = Path("/proc")
 """On Linux, a folder with one entry for each process of the machine."""
 
+MOST_KEPT = 1000
+"""Runs of a study that are used though fewer are asked for; a file may hold any number."""
+
 DONE = (TrialState.COMPLETE,)
 
 
@@ -105,7 +108,8 @@ class Queue:
 def finished(study: optuna.Study) -> int:
     """Return the number of the first runs of a study among which are all that have ended."""
     done = study.get_trials(deepcopy=False, states=DONE)
-    return max((index + 1 for trial in done if (index := _number(trial)) is not None), default=0)
+    known = [index for trial in done if (index := _number(trial)) is not None and index < MOST_KEPT]
+    return max(known, default=-1) + 1
 
 
 def _number(trial: FrozenTrial | optuna.Trial) -> int | None:

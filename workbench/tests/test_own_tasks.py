@@ -497,11 +497,10 @@ def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
 def test_runs_need_a_split_to_be_judged_by_before_the_test(invoke: Invoke, mine: str) -> None:
     path = Path(f"{mine}.py")
     path.write_text(CODE.replace('("train", "validation", "test")', '("train", "test")'))
-    for command in ("compare", "train"):
+    for command in ("compare", "train", "lr-find"):
         output = invoke(command, "--task", f"{mine}.py:Circles", code=1).output
         assert "batches was called with ('validation', 16, Generator), and failed" in output
         assert "give the task one, or a method held_out()" in output
-    invoke("lr-find", "--task", f"{mine}.py:Circles", "--steps", 20)
 
 
 def test_the_test_data_are_looked_at_once_after_all_steps(invoke: Invoke, mine: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bighorn_workbench.reports import plots, style
+from bighorn_workbench.reports import plots, render, style
 from bighorn_workbench.smoothing import smoothed
 from workbench.tests.command_line import Invoke, Page, assert_self_contained
 
@@ -181,3 +181,8 @@ def test_an_axis_of_accuracies_tells_99_from_99_5_percent() -> None:
     assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], rel=1e-3)
     everywhere = plots.ranges([("a", [1, 2], [(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)])], "batch size")
     assert "nan" not in everywhere
+
+
+def test_a_report_without_figures_has_no_tiles() -> None:
+    page = render("title", "lead", {}, [], ["bighorn"], {})
+    assert '<div class="tiles"' not in page

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import Trial
+from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.checks import number
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
@@ -204,10 +204,8 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
     started = started or time.time()
     entries = config.entries(task)
     tuned = held_out(task)
-    if isinstance(task, UserTask) and isinstance(tuned, UserTask):
-        for base in {entry.base.batch_size: entry.base for entry in entries}.values():
-            Trial(task, base).run(by_seed=True)
-            Trial(tuned, base).run(("validation",))
+    for base in {entry.base.batch_size: entry.base for entry in entries}.values():
+        check_task(task, tuned, base, by_seed=True)
     looking = evaluation_seconds(Run(entries[0].base, tuned, split="validation"))
     costs = []
     for entry in entries:
@@ -250,7 +248,9 @@ def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     if needed <= left:
         return
     base, whole = plan.entries[0].base, budget - left + needed
-    shorter = "" if base.epochs is None or left <= 0 else f", --epochs {base.epochs * left / needed:.2g}"
+    shorter = ""
+    if base.epochs is not None and left > 0:
+        shorter = f", --epochs {float(f'{base.epochs * left / needed:.2g}'):g}"
     raise InputError(
         f"--budget {config.budget} has no time for {least} trials and {plan.seeds} final runs of each optimizer at "
         f"each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min{shorter}, fewer "

@@ -15,8 +15,7 @@ import click
 
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import Trial as TaskTrial
-from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import evaluation_seconds, step_seconds
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
@@ -176,10 +175,9 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     span = search.span(config.optimizer)
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     task = load(config.task, config.data)
-    config = config.resolved(task)
-    if isinstance(task, UserTask):
-        TaskTrial(task, config).run()
-    run = Run(config, held_out(task), split="validation")
+    config, tuned = config.resolved(task), held_out(task)
+    check_task(task, tuned, config)
+    run = Run(config, tuned, split="validation")
     about = provenance(command_line(ctx), config.device)
     console = terminal()
     console.print(f"{config.task}: {defaults(task).description}; {config.optimizer}, batch {config.batch_size}")

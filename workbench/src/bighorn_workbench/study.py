@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bighorn_workbench.builtin_tasks.trial import Trial as TaskTrial
+from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.compare import CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.lr_find import Found, SearchConfig, find
 from bighorn_workbench.tasks import Task
-from bighorn_workbench.trials import Cell
+from bighorn_workbench.trials import Cell, held_out
 from bighorn_workbench.verdict import verdicts
 
 __all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
@@ -110,5 +110,5 @@ def lr_find(
     config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer})
     config.check()
     config = config.resolved(own)
-    TaskTrial(own, config).run()
+    check_task(own, held_out(own), config)
     return find(config, own, search.span(optimizer))

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from bighorn_workbench import checkpoint, files, rate_hint
 from bighorn_workbench.builtin_tasks import fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import Trial
-from bighorn_workbench.builtin_tasks.user import UserError, UserTask
+from bighorn_workbench.builtin_tasks.trial import check_task
+from bighorn_workbench.builtin_tasks.user import UserError
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.display import Display, introduce, terminal
 from bighorn_workbench.environment import device_name, environment
@@ -188,10 +188,7 @@ def _prepare(
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
     task = load(config.task, config.data)
     config, tuned = config.resolved(task), held_out(task)
-    if isinstance(task, UserTask) and isinstance(tuned, UserTask):
-        Trial(task, config).run(("test",) if tuned is not task else ("test", "validation"))
-        if tuned is not task:
-            Trial(tuned, config).run(("validation",))
+    check_task(task, tuned, config)
     return config, parallel, task, tuned
 
 

@@ -18,6 +18,7 @@ from bighorn_workbench.commands import bighorn
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.run import Run
+from bighorn_workbench.trials import held_out
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
 from tests.support.error_checks import same
@@ -43,7 +44,7 @@ def train(*words: object) -> tuple[int, str]:
 def loaded(path: Path) -> dict[str, Any]:
     """Return the state of a run that has resumed from this checkpoint."""
     saved = checkpoint.load(path)
-    run = Run(checkpoint.config_of(saved, {}), TASKS["digits"](None), Ranks())
+    run = Run(checkpoint.config_of(saved, {}), held_out(TASKS["digits"](None)), Ranks())
     checkpoint.restore(run, saved)
     return run.state_dict()
 

@@ -13,13 +13,26 @@ from bighorn_workbench.builtin_tasks.user import UserError, UserTask, shown, use
 from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.run import length, seed_generators
-from bighorn_workbench.tasks import defaults, epoch_seed, tensors_in, to_device
+from bighorn_workbench.tasks import Task, defaults, epoch_seed, tensors_in, to_device
 
 PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""
 
 MOST_BATCHES = 100_000
 """More batches of an evaluation than these, within that time, do not end."""
+
+
+def check_task(task: Task, tuned: Task, config: RunConfig, by_seed: bool = False) -> None:
+    """Try a task of a user, and the one without its validation data, which may be the same.
+
+    Raises:
+        InputError: Something is wrong with it.
+    """
+    if not (isinstance(task, UserTask) and isinstance(tuned, UserTask)):
+        return
+    Trial(task, config).run(("test",) if tuned is not task else ("test", "validation"), by_seed)
+    if tuned is not task:
+        Trial(tuned, config).run(("validation",))
 
 
 class Trial:

@@ -98,13 +98,18 @@ def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
 
 
 def main(grid_file: Path, file: Path, budget: str) -> None:
-    """Ask about each task, and write what came of it."""
+    """Ask about each task that the file does not have, and write what came of it."""
     tasks = json.loads(grid_file.read_text())["tasks"]
-    found: dict[str, Any] = {**provenance(f"python {' '.join(sys.argv)}"), "budget": budget, "tasks": {}}
+    kept = json.loads(file.read_text()) if file.exists() else {"tasks": {}}
+    about = provenance(f"python {' '.join(sys.argv)}")
+    found: dict[str, Any] = {**about, "budget": budget, "tasks": kept["tasks"]}
     for task, saved in tasks.items():
+        if task in kept["tasks"]:
+            kept["tasks"][task].setdefault("commit", kept["commit"])
+            continue
         answer = asked(task, budget)
         verdicts = judged(saved, answer["words"])
-        found["tasks"][task] = {**answer, "verdicts": verdicts}
+        found["tasks"][task] = {**answer, "commit": about["commit"], "verdicts": verdicts}
         print(f"{task}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {verdicts}", flush=True)
         write_json(file, found)
     counts = [each["verdict"] for task in found["tasks"].values() for each in task["verdicts"].values()]

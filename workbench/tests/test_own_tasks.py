@@ -341,13 +341,11 @@ WRONG = {
         "kept = torch.nn.Linear(2, 2)\n    def model(self): return self.kept",
         ("model() gives the same weight at each call", "copy.deepcopy()"),
     ),
-    "a shared buffer": (
-        """kept = torch.zeros(1)
+    "a norm's shared buffers": (
+        """kept = torch.nn.BatchNorm1d(2, affine=False)
     def model(self):
-        made = super().model()
-        made.register_buffer("count", self.kept)
-        return made""",
-        ("model() gives the same count at each call",),
+        return torch.nn.Sequential(self.kept, *super().model())""",
+        ("model() gives the same 0.running_mean at each call",),
     ),
     "a batch size above the data": ("batch_size = 100_000", ("gives one batch of 200 samples", "at most 200")),
     "no name of a metric": ("metric = None", ("lacks the attribute metric",)),
@@ -662,3 +660,18 @@ def test_the_number_of_evaluations_does_not_change_a_run(mine: str) -> None:
     few, many = (make(config, task, "test", evaluations=count) for count in (1, 20))
     assert few.value == many.value
     assert [step for step, _ in few.curve] == [26]
+
+
+def test_a_constant_that_models_share_is_accepted(invoke: Invoke, mine: str) -> None:
+    """As the matrix of a graph, or a frozen part that is trained elsewhere."""
+    Path(f"{mine}.py").write_text(
+        f"""{CODE}
+class Sharing(Circles):
+    kept = nn.Linear(2, 2).requires_grad_(False)
+    def model(self):
+        made = nn.Sequential(self.kept, *super().model())
+        made.register_buffer("matrix", self.kept.weight.detach())
+        return made
+"""
+    )
+    invoke("train", "--task", f"{mine}.py:Sharing")

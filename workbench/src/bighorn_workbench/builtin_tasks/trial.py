@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,14 +89,22 @@ class Trial:
         return model.to(self.device, PRECISIONS.get(self.config.precision, torch.float32))
 
     def _check_shared(self, model: nn.Module, again: nn.Module) -> None:
-        """Raise an error for two models that share tensors, since every run would go on where the last one ended."""
+        """Raise an error for two models that share what a run changes, since it would go on where the last one ended.
+
+        Tensors that no run changes may be shared, such as the matrix of a graph: they are compared after a batch.
+        """
         taken = {_place(tensor) for _, tensor in _tensors(again)} - {0}
-        for name, tensor in _tensors(model):
-            if _place(tensor) in taken:
-                raise InputError(
-                    f"{self.place}: model() gives the same {name} at each call, so that a run would begin with the "
-                    "weights of the one before. Make a new model, or return copy.deepcopy() of one."
-                )
+        shared = {name: tensor for name, tensor in _tensors(model) if _place(tensor) in taken}
+        for name, tensor in shared.items():
+            if tensor.requires_grad:
+                self._refuse_shared(name)
+        self._shared = list(shared)
+
+    def _refuse_shared(self, name: str) -> NoReturn:
+        raise InputError(
+            f"{self.place}: model() gives the same {name} at each call, so that a run would begin with what the one "
+            "before has made of it. Make a new model, or return copy.deepcopy() of one."
+        )
 
     def _other_seed(self, model: nn.Module) -> None:
         """Raise an error if models of two seeds begin alike, unless they are to."""
@@ -201,10 +209,14 @@ class Trial:
     def _loss(self, model: nn.Module, batch: Any) -> None:
         what = f"{self.place}: loss(model, batch)"
         given = f"for batch = {shown(batch)}"
+        before = {name: tensor.detach().clone() for name, tensor in _tensors(model) if name in self._shared}
         seed_generators(self.config.seed)
         fp16 = self.config.precision == "fp16"
         with torch.autocast(self.device.type, torch.float16, enabled=fp16):
             returned = self.task.loss(model.train(), to_device(batch, self.device))
+        for name, tensor in _tensors(model):
+            if name in before and not _same(before[name], tensor):
+                self._refuse_shared(name)
         loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
         if not isinstance(loss, Tensor) or loss.ndim:
             raise InputError(

@@ -16,7 +16,7 @@ from rich.text import Text
 from bighorn_workbench import checkpoint, files, rate_hint
 from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import check_task
-from bighorn_workbench.builtin_tasks.user import UserError
+from bighorn_workbench.builtin_tasks.user import UserError, UserTask
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.display import Display, introduce, terminal
 from bighorn_workbench.environment import device_name, environment
@@ -188,7 +188,8 @@ def _prepare(
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
     task = load(config.task, config.data)
     config, tuned = config.resolved(task), held_out(task)
-    check_task(task, tuned, config)
+    if isinstance(task, UserTask):
+        check_task(task, tuned, config)
     return config, parallel, task, tuned
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bighorn.kernels.arithmetic import one_minus_power
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
-from bighorn.kernels.foreach.lists import Group, chosen, flat, parted
+from bighorn.kernels.foreach.lists import Group, chosen, flat, parted, sent
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.rounding import spread
 from bighorn.square_sums import root, square_sums
@@ -97,8 +97,7 @@ class CameGroup(Group[CameOptions]):
     @cached_property
     def _root_sizes(self) -> Tensor:
         """The root of the number of elements of each whole tensor."""
-        sizes = [math.sqrt(shard.numel) for shard in self.shards]
-        return torch.stack([torch.full((), size, dtype=self.wide, device=self.device) for size in sizes])
+        return sent([math.sqrt(shard.numel) for shard in self.shards], self.device, self.wide)
 
     def _unfactored(
         self, u: list[Tensor], gain: Tensor | float, scale: Tensor | float, apply_mask: Tensor | None

@@ -404,6 +404,6 @@ def chosen(apply_mask: Tensor | None, new: Tensor, old: Tensor | float) -> Tenso
     return new if apply_mask is None else torch.where(apply_mask, new, old)
 
 
-def sent(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """Return numbers on a device, int64, as arguments of calls: a copy from the host would wait."""
-    return torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in numbers])
+def sent(numbers: Iterable[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers on a device, as arguments of calls: a copy from the host would wait."""
+    return torch.stack([torch.full((), n, dtype=dtype, device=device) for n in numbers])

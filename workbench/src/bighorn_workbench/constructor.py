@@ -1,10 +1,10 @@
 """The lines that construct the optimizer of a trial, with its schedule, in a program of the user."""
 
-from functools import partial
 from typing import Any
 
+from bighorn import Came
 from bighorn_workbench.config import RunConfig
-from bighorn_workbench.optimizers import KINDS, OPTIMIZERS, OWN, STATE_DTYPES
+from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn_workbench.values import read_options, warmup_steps
 
 
@@ -30,9 +30,8 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
             exclude_from_layer_adaptation="ndim<2",
         )
     """
-    build = OPTIMIZERS[config.optimizer].build
-    kind, fixed = (build.func, build.keywords) if isinstance(build, partial) else (build, {})
-    options = {**fixed, **read_options(config.optimizer_option)}
+    recipe = OPTIMIZERS[config.optimizer]
+    kind, options = recipe.kind, {**recipe.fixed, **read_options(config.optimizer_option)}
     warmup = warmup_steps(config.warmup, steps)
     schedule = f"decay_steps={max(steps - warmup, 1)})" + f".after_warmup({warmup})" * (warmup > 0)
     if config.optimizer in OWN:
@@ -57,7 +56,7 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
 
 def _own(kind: Any, lr: str, weight_decay: float | None, options: dict[str, Any], excluded: bool) -> list[str]:
     """Lines for an optimizer of Bighorn, whose rate is a schedule."""
-    adapt = [] if kind is KINDS[1] else ["adapt=False"]
+    adapt = [] if kind is Came else ["adapt=False"]
     made = [f"bighorn.{kind.__name__}(", f"    lr={lr},"]
     made += [f"    {name}={value!r}," for name, value in options.items()]
     made.append(f"    weight_decay={weight_decay:g},")

@@ -97,6 +97,16 @@ class Recipe:
     build: Callable[..., torch.optim.Optimizer]
     metrics: tuple[Metric, ...] = ()
 
+    @property
+    def kind(self) -> Any:
+        """The class of the optimizer."""
+        return getattr(self.build, "func", self.build)
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """The options of the optimizer that are not its defaults."""
+        return getattr(self.build, "keywords", {})
+
 
 WARMUP = (0.02, 0.4)
 """The shares of a run that are tried as its warm-up."""
@@ -172,10 +182,8 @@ OPTIMIZERS = {
     ),
 }
 
-OWN = [name for name, recipe in OPTIMIZERS.items() if getattr(recipe.build, "func", recipe.build) in KINDS]
+OWN = [name for name, recipe in OPTIMIZERS.items() if recipe.kind in KINDS]
 """Bighorn's own, which have ``--backend`` and ``--state-dtype``, and clip gradients themselves."""
-
-RECURRENT = "exclude_from_layer_adaptation=['weight_hh']"
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -202,7 +210,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lamb-warm": ("lamb with a warm-up of 40% of the run", {"optimizer": "lamb", "warmup": "40%"}),
     "lamb-free": (
         "lamb without a trust ratio on the recurrent weights of an LSTM",
-        {"optimizer": "lamb", "optimizer_option": (RECURRENT,)},
+        {"optimizer": "lamb", "optimizer_option": ("exclude_from_layer_adaptation=['weight_hh']",)},
     ),
     **{
         f"lamb-{dtype}": (f"lamb with its moments in {dtype}", {"optimizer": "lamb", "state_dtype": dtype})

@@ -24,6 +24,7 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
 from bighorn_workbench.lr_find import SearchConfig, find
 from bighorn_workbench.metrics import is_share
+from bighorn_workbench.trials import held_out
 from rate_grid import PLACE
 
 SEEDS, NEAR = range(5), 0.1
@@ -36,7 +37,7 @@ def suggested(place: str, name: str, seed: int) -> float:
     """Return the suggestion for an optimizer."""
     task = loaded(place)
     config = replace(RunConfig(task=place, optimizer=name, threads=1).resolved(task), seed=seed)
-    return find(config, task, SearchConfig().span(name)).lr
+    return find(config, held_out(task), SearchConfig().span(name)).lr
 
 
 def loss_of(grid: dict[str, list[float | None]], metric: str, lr: float | None = None) -> float:

@@ -204,8 +204,9 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
     started = started or time.time()
     entries = config.entries(task)
     tuned = held_out(task)
-    for base in {entry.base.batch_size: entry.base for entry in entries}.values():
-        check_task(task, tuned, base, by_seed=True)
+    if isinstance(task, UserTask):
+        for base in {entry.base.batch_size: entry.base for entry in entries}.values():
+            check_task(task, tuned, base, by_seed=True)
     looking = evaluation_seconds(Run(entries[0].base, tuned, split="validation"))
     costs = []
     for entry in entries:
@@ -217,17 +218,17 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
     code = task.code() if isinstance(task, UserTask) else ""
     budget = None if config.budget is None else seconds_in("--budget", config.budget)
     plan = Plan(
-        tuple(entries),
-        config.trials or (TRIALS if budget is None else MOST_TRIALS),
-        config.seeds,
-        target,
-        path,
-        data,
-        code,
-        None if budget is None else started + budget,
-        processes,
-        tuple(costs),
-        evaluations(costs),
+        entries=tuple(entries),
+        trials=config.trials or (TRIALS if budget is None else MOST_TRIALS),
+        seeds=config.seeds,
+        target=target,
+        path=path,
+        data=data,
+        code=code,
+        deadline=None if budget is None else started + budget,
+        processes=processes,
+        costs=tuple(costs),
+        evaluations=evaluations(costs),
     )
     search = Search(plan, task)
     if budget is not None:

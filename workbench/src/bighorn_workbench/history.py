@@ -38,11 +38,6 @@ class History:
     seconds: float = 0.0
     commands: list[str] = field(default_factory=list)
 
-    @property
-    def tests(self) -> list[tuple[int, dict[str, float]]]:
-        """The evaluations by their old name, which trials.py has."""
-        return self.evaluations
-
     def check(self, steps: int, metric: str) -> None:
         """Raise an error for a record that is not of a run of so many steps, since a file may hold anything."""
         hints = typing.get_type_hints(History)

@@ -16,6 +16,7 @@ import click
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import check_task
+from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import evaluation_seconds, step_seconds
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
@@ -53,6 +54,10 @@ RUNS, WHOLE_RUNS = sum(count for count, _ in RUNGS), sum(count / part for count,
 """The runs of a search, and in how many whole runs there are as many steps."""
 
 
+def _ends(which: int) -> str:
+    return ", ".join(f"{name} {recipe.space['lr'][which]:g}" for name, recipe in OPTIMIZERS.items())
+
+
 @dataclass(frozen=True)
 class SearchConfig(Options):
     """The options of a search, in addition to those of the run."""
@@ -60,13 +65,13 @@ class SearchConfig(Options):
     lr_min: float | None = option(
         None,
         "The lowest rate.",
-        shown=", ".join(f"{name} {recipe.space['lr'][0]:g}" for name, recipe in OPTIMIZERS.items()),
+        shown=_ends(0),
         check=POSITIVE,
     )
     lr_max: float | None = option(
         None,
         "The highest rate.",
-        shown=", ".join(f"{name} {recipe.space['lr'][1]:g}" for name, recipe in OPTIMIZERS.items()),
+        shown=_ends(1),
         check=POSITIVE,
     )
 
@@ -124,21 +129,20 @@ class Found:
 
 
 def find(
-    config: RunConfig, task: Task, span: tuple[float, float], done: Callable[[Trial], object] = lambda _: None
+    config: RunConfig, tuned: Task, span: tuple[float, float], done: Callable[[Trial], object] = lambda _: None
 ) -> Found:
     """Search; ``done`` is called with each run.
 
     Args:
         config: The resolved options of the run that is asked for.
-        task: The task.
+        tuned: The task, with validation data.
         span: The lowest and the highest rate.
         done: A function of each run. Default: none
 
     Raises:
         InputError: Every run has diverged.
     """
-    tuned, higher = held_out(task), defaults(task).higher_is_better
-    total = Run(config, tuned).total
+    total, higher = Run(config, tuned).total, defaults(tuned).higher_is_better
     warmup = f"{100 * warmup_steps(config.warmup, total) / total:.6g}%"
     rates: Sequence[float] = scanned(*span, RUNGS[0][0])
     rungs: list[list[Trial]] = []
@@ -153,7 +157,7 @@ def find(
             done(run)
     if all(run.loss == float("inf") for run in rungs[-1]):
         raise InputError(f"every run of full length diverged, also at lr {min(rates):g}. Take a lower --lr-min.")
-    return Found(rungs, task.metric, higher)
+    return Found(rungs, tuned.metric, higher)
 
 
 @click.command("lr-find", cls=Command, epilog="Example: bighorn lr-find --optimizer came --task text --report lr.html")
@@ -176,7 +180,8 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     task = load(config.task, config.data)
     config, tuned = config.resolved(task), held_out(task)
-    check_task(task, tuned, config)
+    if isinstance(task, UserTask):
+        check_task(task, tuned, config)
     run = Run(config, tuned, split="validation")
     about = provenance(command_line(ctx), config.device)
     console = terminal()
@@ -194,7 +199,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
                 value = metric_text(task.metric, trial.value)
                 console.print(f"{len(made)} of {RUNS}: lr {trial.config.lr:.3g}, {trial.steps} steps: {value}")
 
-        found = find(config, task, span, done)
+        found = find(config, tuned, span, done)
     for line in found.words:
         console.print(line)
     head, rows = _table(found)

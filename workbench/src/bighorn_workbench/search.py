@@ -55,7 +55,7 @@ class Plan:
         code: The digest of the file of a user's task.
         deadline: The time by which all runs are to end, so that no more tuning runs are added; None for no limit.
         processes: The runs at a time.
-        costs: What a run of each cell takes; empty without a deadline.
+        costs: What a run of each cell takes.
         evaluations: The evaluations of each final run.
     """
 
@@ -202,7 +202,6 @@ class Search:
 
     def final(self, number: int) -> Queue | None:
         """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
-        self.extend()
         waited_for = range(len(self._tuning)) if self.plan.deadline is not None else [number]
         if self.is_open or not all(self._is_done(each, self.trials) for each in waited_for):
             return None
@@ -286,6 +285,7 @@ class Search:
     def cells(self) -> list[Cell]:
         """Return the cells that have final runs, with all that is known."""
         found = []
+        self.extend()
         for number, entry in enumerate(self.plan.entries):
             queue = self.final(number)
             finals = [] if queue is None else self._trials(entry, queue)

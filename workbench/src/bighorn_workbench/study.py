@@ -110,5 +110,6 @@ def lr_find(
     config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer})
     config.check()
     config = config.resolved(own)
-    check_task(own, held_out(own), config)
-    return find(config, own, search.span(optimizer))
+    tuned = held_out(own)
+    check_task(own, tuned, config)
+    return find(config, tuned, search.span(optimizer))

@@ -105,8 +105,7 @@ class Pair:
     @cached_property
     def points(self) -> tuple[float, float]:
         """How much better the first one is, and the half-width of the interval."""
-        points = _points(self.one, self.other)
-        return interval(points, self.comparisons, _resolution(self.one, self.other)) if points else (0.0, math.inf)
+        return _difference(self.one, self.other, self.comparisons) or (0.0, math.inf)
 
     @property
     def is_tuned(self) -> bool:
@@ -126,15 +125,14 @@ class Pair:
             f"{cell.optimizer} ({metric_text(cell.metric, cell.value[1])})" for cell in (self.one, self.other)
         )
         (mean, half), where = self.points, f"At batch {self.one.batch_size:,}"
+        amount = _amount(self.one, abs(mean), half)
         if not self.is_tuned:
             return f"Not tuned {where.lower()}: {self.one.optimizer} against {self.other.optimizer}."
         if self.is_settled:
-            apart = f"{'ahead of' if mean > 0 else 'behind'} {other} by {_amount(self.one, abs(mean), half)}"
-            return f"{where} {one} is {apart}."
+            return f"{where} {one} is {'ahead of' if mean > 0 else 'behind'} {other} by {amount}."
         if half == math.inf:
             return f"Not settled {where.lower()}: {one} and {other}, {_why_not(self.one, self.other)}."
-        apart = _amount(self.one, abs(mean), half)
-        return f"Not settled {where.lower()}: {one} and {other} are apart by {apart}."
+        return f"Not settled {where.lower()}: {one} and {other} are apart by {amount}."
 
 
 def _why_not(one: Cell, other: Cell) -> str:
@@ -184,16 +182,22 @@ def ranked(row: Sequence[Cell]) -> list[Cell]:
 
 def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
     """What an optimizer loses from one batch size to another; nothing if no seed has finished at both."""
-    points = _points(small, large)
-    if not points:
+    difference = _difference(small, large, comparisons)
+    if difference is None:
         return []
-    mean, half = interval(points, comparisons, _resolution(small, large))
+    mean, half = difference
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
     word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
     if half == math.inf:
         return [f"{small.optimizer} {word} {_amount(small, size)} {span}."]
     most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
+
+
+def _difference(one: Cell, other: Cell, comparisons: int) -> tuple[float, float] | None:
+    """How much better one cell is than another, and the half-width of the interval; None without a common seed."""
+    points = _points(one, other)
+    return interval(points, comparisons, _resolution(one, other)) if points else None
 
 
 def _resolution(one: Cell, other: Cell) -> float:

@@ -22,16 +22,15 @@ MOST_BATCHES = 100_000
 """More batches of an evaluation than these, within that time, do not end."""
 
 
-def check_task(task: Task, tuned: Task, config: RunConfig, by_seed: bool = False) -> None:
+def check_task(task: UserTask, tuned: Task, config: RunConfig, by_seed: bool = False) -> None:
     """Try a task of a user, and the one without its validation data, which may be the same.
 
     Raises:
         InputError: Something is wrong with it.
     """
-    if not (isinstance(task, UserTask) and isinstance(tuned, UserTask)):
-        return
     Trial(task, config).run(("test",) if tuned is not task else ("test", "validation"), by_seed)
     if tuned is not task:
+        assert isinstance(tuned, UserTask)
         Trial(tuned, config).run(("validation",))
 
 

@@ -213,11 +213,11 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
         lead = f"{config.optimizer} on {defaults(task).description}, batch {config.batch_size}. {' '.join(found.words)}"
         tiles = {"suggested learning rate": f"{found.lr:.3g}", "runs": f"{RUNS}", "steps in full": f"{run.total}"}
         lines = [
-            (f"{rung[0].steps}", [each.config.lr or 0.0 for each in rung], [each.value for each in rung])
+            (f"{rung[0].steps} steps", [each.config.lr or 0.0 for each in rung], [each.value for each in rung])
             for rung in found.rungs
         ]
         label = f"validation {task.metric}"
-        figure = partial(plots.lines_in_panels, [("", lines)], "learning rate", label, "steps", task.metric)
+        figure = partial(plots.lines_in_panels, [("", lines)], "learning rate", label, "runs of", task.metric)
         text = "The best rates of each length train for longer, with a warm-up and a decay of their own."
         sections = [Section("By learning rate", text, figure), Section("Runs", head=head, rows=rows)]
         return render(title, lead, tiles, sections, [about["command"]], settings, config.device)

@@ -352,7 +352,7 @@ def came_collectives(layout: Layout) -> None:
         cut = {each.name for own in held for each in own if each.numel % each.shape[-1] * (len(each.shape) - 1)}
         cut |= {each.name for own in held for each in own if len(each.shape) == 3 and each.numel % 6}
         numbers = {
-            name: 2 * (rows + columns) + 2 if name in cut else 3 * columns + 4
+            name: 2 * (rows + columns) + 1 + (backend == "reference") if name in cut else 3 * columns + 4
             for name, rows, columns in (("matrix", 9, 7), ("conv", 14, 6))
         }
         assert cost(optimizer) == (3 if cut else 2, 8 * (sum(numbers.values()) + 2)), (

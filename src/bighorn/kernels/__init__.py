@@ -102,9 +102,6 @@ SERVES_CUT_ROWS = ("foreach", "reference")
 SERVES_RARE = ("foreach", "reference")
 """The backends that serve options of few users (`KernelOptions.rare`); the others have no compiled kernels for them."""
 
-SERVES_STRIDED = "cpu"
-"""The backend that serves parameters whose memory has gaps or an order unlike their state's; the others need copies."""
-
 
 @dataclass(frozen=True)
 class Status:

@@ -10,19 +10,18 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from bighorn.distributed.sharding import RankSums, ReduceGroup
+from bighorn.distributed.flat import FlatGroup
+from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
 from bighorn.optim.algorithm import Group
-from bighorn.optim.param_info import ParamInfo
+from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
 
 
-def check_agreement(
-    infos: Iterable[ParamInfo], groups: list[Group], options: Iterable[str], settings: Settings
-) -> None:
+def check_agreement(entries: Iterable[Entry], groups: list[Group], options: Iterable[str], settings: Settings) -> None:
     """Compare the parameters and options of the ranks of each mesh, with one collective per mesh if they agree.
 
     Args:
-        infos: Every parameter, in the order in which a step visits them.
+        entries: Every parameter, in the order in which a step visits them.
         groups: The groups of the parameters.
         options: The names of the groups' options.
         settings: Options of the whole optimizer, some of which need sums of their own.
@@ -30,11 +29,11 @@ def check_agreement(
     Raises:
         ValueError: The ranks differ. Every rank raises, and the message names the first difference.
     """
-    on_meshes: dict[object, list[ParamInfo]] = {}
-    for info in infos:
-        if info.summed_over is not None:
-            key = info.flat.group if info.flat else info.sharded_dims.mesh if info.sharded_dims else None
-            on_meshes.setdefault(key, []).append(info)
+    on_meshes: dict[object, list[Entry]] = {}
+    for entry in entries:
+        if entry.ranks is not None:
+            key = entry.ranks if isinstance(entry.ranks, FlatGroup) else entry.ranks.mesh
+            on_meshes.setdefault(key, []).append(entry)
     pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
     whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
@@ -42,24 +41,24 @@ def check_agreement(
         ranks.check_same([*whole, *_described(mine, groups, names)])
 
 
-def _ranks(infos: list[ParamInfo]) -> RankSums:
+def _ranks(entries: list[Entry]) -> RankSums:
     """The ranks that add up the sums of parameters on one mesh, or in flat tensors of one process group."""
-    if (flat := infos[0].flat) is not None:
-        return flat.group
-    return ReduceGroup.of([info.sharded_dims for info in infos if info.sharded_dims is not None])
+    if isinstance(ranks := entries[0].ranks, FlatGroup):
+        return ranks
+    return ReduceGroup.of([entry.ranks for entry in entries if isinstance(entry.ranks, ShardedDims)])
 
 
-def _described(infos: list[ParamInfo], groups: list[Group], options: list[str]) -> Iterator[str]:
+def _described(entries: list[Entry], groups: list[Group], options: list[str]) -> Iterator[str]:
     """Yield a line for each option of a group, before the group's first parameter, and a line for each parameter."""
     seen = set()
-    for info in infos:
-        index, what = info.variant.group, f"param_groups[{info.variant.group}]"
+    for entry in entries:
+        index, what = entry.variant.group, f"param_groups[{entry.variant.group}]"
         if index not in seen:
             seen.add(index)
             yield from (f"{what}: {name}={described_option(groups[index][name])}" for name in options)
-        flags = [name for name, value in info.variant._asdict().items() if value is True]
-        layout = info.layout or "a part of a flat tensor"
-        yield f"{what}: {info.label} of shape {info.shape} as {layout} ({', '.join(flags)})"
+        flags = [name for name, value in entry.variant._asdict().items() if value is True]
+        layout = entry.layout or "a part of a flat tensor"
+        yield f"{what}: {entry.label} of shape {entry.shape} as {layout} ({', '.join(flags)})"
 
 
 def described_option(value: object) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bighorn.distributed.flat import FlatGroup, FlatLayout, FlatParams
+from bighorn.distributed.flat import FlatLayout, FlatParams
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.settings import Settings
@@ -88,28 +87,20 @@ class FlatView(NamedTuple):
         return tensor[self.span].view(self.shape)
 
 
-@dataclass(frozen=True)
-class FragmentView:
-    """The fragment of a parameter as kernels see it.
+class PlacedFragment(NamedTuple):
+    """The place of a parameter's fragment in the flat tensors of a group."""
 
-    Attributes:
-        shape: The shape of the whole parameter.
-        shard: The shard of the parameter that the fragment is.
-        part: The part of the flat tensor, and of its gradient.
-        state: The part of each state tensor.
-        spec: The state tensors of the flat tensor.
-        group: The ranks that hold the other fragments.
-    """
-
-    shape: tuple[int, ...]
     shard: Shard
+    """The shard of the parameter that the fragment is."""
     part: FlatView
+    """The part of the flat tensor, and of its gradient."""
     state: Mapping[str, FlatView]
+    """The part of each state tensor."""
     spec: StateSpec
-    group: FlatGroup
+    """The state tensors of the flat tensor."""
 
 
-def views(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[FragmentView]:
+def fragments(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[PlacedFragment]:
     """Return the fragments of the parameters in the flat tensors of a group.
 
     A state tensor that each parameter of the group has element by element is of the flat tensor's size. In others, such
@@ -136,11 +127,11 @@ def views(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list[Fra
             start = spec[name].numel or 0 if name in spec else 0
             end = start + math.prod(shape)
             state[name], spec[name] = FlatView(slice(start, end), shape), StateTensorSpec(kept.dtype, (0,), numel=end)
-        found[i] = FragmentView(each.shape, shard, here, state, spec, held.group)
+        found[i] = PlacedFragment(shard, here, state, spec)
     return [found[i] for i in range(len(found))]
 
 
 def state_specs(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> dict[int, StateSpec]:
     """The state tensors of each flat tensor of a group that holds a fragment, by its position."""
-    found = views(held, group, algorithm)
-    return {each.tensor: view.spec for each, view in zip(held.params, found, strict=True)}
+    found = fragments(held, group, algorithm)
+    return {each.tensor: fragment.spec for each, fragment in zip(held.params, found, strict=True)}

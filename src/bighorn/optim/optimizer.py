@@ -33,8 +33,9 @@ from bighorn.optim.checkpointing import (
     only_initialises,
     wrap,
 )
+from bighorn.optim.entries import Indices, check_backend, entries_of, parameters
+from bighorn.optim.entry import Entry
 from bighorn.optim.param_groups import Order
-from bighorn.optim.param_info import Indices, ParamInfo, check_backend, infos_of, parameters
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.replaced_params import GivenParams, adopted, replaced
@@ -299,6 +300,7 @@ class KernelOptimizer(Reports):
         check_step_param(param, indices, begun, self.param_groups)
         schedule, [plan], _ = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices)
+        plan.read_grads()
         for launch in plan.kernels:
             launch.centre()
             launch.kernel.step()
@@ -370,6 +372,7 @@ class KernelOptimizer(Reports):
             initialises = fresh and only_initialises(params, plans)
             for part, plan in enumerate(plans):
                 wait(part)
+                plan.read_grads()
                 for launch in plan.kernels if not initialises else ():
                     kernel, device, dtype, _, centring = launch
                     if centring:
@@ -456,8 +459,8 @@ class KernelOptimizer(Reports):
                 self._forget_plans()
             if not self._agreed:
                 if any(self._flat) or sharding.any_distributed(self.in_order()):
-                    infos = self._param_infos(self.param_groups)
-                    check_agreement(infos, self.param_groups, self.algorithm.options, self._settings)
+                    entries = self._entries(self.param_groups)
+                    check_agreement(entries, self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
         except BaseException:
             schedule.undo()
@@ -526,10 +529,10 @@ class KernelOptimizer(Reports):
 
     def _build(self, mine: StepParams, indices: Indices) -> tuple[StepPlan, dict[Tensor, Any]]:
         parameters = [(*indices[id(param)], param) for param in mine.params]
-        infos = list(infos_of(parameters, self.param_groups, self._flat, self.algorithm, self._settings))
-        options = self._options_of({info.variant for info in infos})
+        entries = list(entries_of(parameters, self.param_groups, self._flat, self.algorithm, self._settings))
+        options = self._options_of({entry.variant for entry in entries})
         grads, version, backend = expected(mine.params, mine.grads), self._guard.version, self._settings.backend
-        plan, states = plan_builder.build(mine.params, grads, infos, options, version, self._init_state, backend)
+        plan, states = plan_builder.build(mine.params, grads, entries, options, version, self._init_state, backend)
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)
         return plan, dict(zip(mine.params, states, strict=True))
 
@@ -538,9 +541,8 @@ class KernelOptimizer(Reports):
             variant: self.algorithm.kernel_options(self.param_groups[variant.group], variant) for variant in variants
         }
 
-    def _init_state(self, info: ParamInfo, dense: Tensor) -> tuple[dict[str, Any], list[str]]:
-        state = self.state.get(info.param, {})
-        return init_or_validate_state(info.param, dense, info.spec, state, info.label), list(info.spec)
+    def _init_state(self, entry: Entry, dense: Tensor) -> dict[str, Any]:
+        return init_or_validate_state(entry.param, dense, entry.spec, self.state.get(entry.param, {}), entry.label)
 
     def in_order(self) -> list[Tensor]:
         """Return every parameter in the order in which a step visits them: that of `order_params`, if given."""
@@ -551,8 +553,8 @@ class KernelOptimizer(Reports):
     def _indices(self) -> Indices:
         return {id(param): (index, position) for index, position, param in parameters(self.param_groups, self._order)}
 
-    def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
-        return infos_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
+    def _entries(self, groups: list[Group]) -> Iterator[Entry]:
+        return entries_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
         self._guard, self._begun, self._partial, self._lock = OptionGuard(), None, {}, threading.RLock()

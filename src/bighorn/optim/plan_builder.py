@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,20 +17,18 @@ from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
 from bighorn.kernels import Bucket
-from bighorn.kernels.bucket import Shard
 from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
-from bighorn.optim.param_info import ParamInfo
-from bighorn.optim.state import REAL_DTYPES, is_dense, local_view, overlaps, refuse_freed
-from bighorn.optim.step_plan import BucketPlan, Launch, ParamBinding, StepPlan
+from bighorn.optim.entry import Entry
+from bighorn.optim.state import REAL_DTYPES, is_dense, refuse_freed
+from bighorn.optim.step_plan import BucketPlan, Launch, StepPlan
 
 State = dict[str, Any]
 Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None, bool], list[BucketPlan]]
 """Buckets by the name of the backend, their device, and the ranks that add up their sums."""
 
-InitState = Callable[[ParamInfo, Tensor], tuple[State, list[str]]]
-"""A function of a ParamInfo and the dense tensor that kernels will use for its parameter. It returns the state, and the
-names of the tensors in it that kernels use."""
+InitState = Callable[[Entry, Tensor], State]
+"""A function of an entry and the dense tensor that kernels will use for its parameter; it returns the state."""
 
 EXCHANGED = {
     f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
@@ -44,7 +41,7 @@ EXCHANGED = {
 def build(
     params: list[Tensor],
     grads: list[Tensor],
-    infos: list[ParamInfo],
+    entries: list[Entry],
     options: dict[Variant, Any],
     options_version: int,
     init_state: InitState,
@@ -55,7 +52,7 @@ def build(
     Args:
         params: The parameters that take part, in the optimizer's order; some may be flat tensors.
         grads: Their gradients, or tensors like the expected gradients; the plan is bound to them.
-        infos: The ParamInfos of the parameters, or of those in flat tensors.
+        entries: The entries of the parameters, or of those in flat tensors.
         options: The options of each variant.
         options_version: The version of these options.
         init_state: The function that makes or checks the state of a parameter.
@@ -69,68 +66,75 @@ def build(
     indices = {id(param): index for index, param in enumerate(params)}
     here = list(map(sharding.local, grads))
     builder = PlanBuilder(options, init_state, backend)
-    for info in infos:
-        index = indices[id(info.param)]
-        _check_grad(info, grads[index])
-        builder.add(info, index, here[index])
+    for entry in entries:
+        entry.index = indices[id(entry.param)]
+        _check_grad(entry, grads[entry.index])
+        builder.add(entry, here[entry.index])
     plan = builder.plan(here, options_version)
-    states = [builder.states[index][0] if index in builder.states else {} for index in range(len(params))]
+    states = [builder.states.get(index, {}) for index in range(len(params))]
     for param, state in zip(params, states, strict=True):
         plan.written.append([param, *(value for value in state.values() if isinstance(value, Tensor))])
     return plan, states
 
 
 class PlanBuilder:
-    """The parts of a plan while parameters are added; its arguments are those of `build`."""
+    """The parts of a plan while entries are added; its arguments are those of `build`."""
 
     def __init__(self, options: dict[Variant, Any], init_state: InitState, backend: str) -> None:
         self.options, self.init_state, self.backend = options, init_state, backend
-        self.states: dict[int, tuple[State, list[str]]] = {}
-        """The state of each tensor of the optimizer, by its index, with the names of what kernels use."""
-        self.bindings: list[tuple[ParamInfo, ParamBinding, BucketPlan]] = []
+        self.states: dict[int, State] = {}
+        """The state of each tensor of the optimizer, by its index."""
+        self.entries: list[tuple[Entry, BucketPlan]] = []
         self.bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
         self.backends: Backends = {}
         self.picked: dict[tuple[object, ...], str] = {}
         """The names of the backends that were picked, by what the choice depends on."""
         self.wrappers: list[tuple[BucketPlan, str]] = []
-        """The buckets of tensors without memory of their own, each of which has one, and the labels of these."""
+        """(bucket, label) of each wrapper tensor; each has its own bucket."""
 
-    def add(self, info: ParamInfo, index: int, grad: Tensor) -> None:
-        """Add a parameter, the optimizer's tensor of this index or a part of it, with its gradient on this rank."""
-        view, grad = info.here(local_view(info.param)), info.here(grad)
-        turned = info.is_turned(view)
-        dense = view if info.fits_kernels(view) else _dense_copy(view, info.label)
-        counts = index not in self.states
-        if counts:
-            self.states[index] = self.init_state(info, info.param if info.flat else dense)
-        state, kept = self.states[index]
-        mine = info.state_here({entry: sharding.local(state[entry]) for entry in kept})
-        if turned:
-            view = dense = view.mT
-            mine = _turned(mine)
-        shard, solid = info.row_shard, all(map(has_memory, (dense, grad, *mine.values())))
-        if not solid:
-            refuse_freed(view, info.label)
-            refuse_freed(grad, f"the gradient of {info.label}")
-        name = self._pick(info, dense, shard, solid)
-        wrapper = None if solid else index  # each such tensor has its own bucket
-        kept_as = next(iter(mine.values())).dtype
-        variant, ranks = info.variant, info.summed_over
-        key = (variant, name, dense.device, dense.dtype, kept_as, ranks, wrapper, turned, *mine)
+    def add(self, entry: Entry, grad: Tensor) -> None:
+        """Add an entry, with the gradient of its tensor on this rank."""
+        moments = self._moments(entry)
+        solid = self._has_memory(entry, grad, moments)
+        entry.expect(grad, copies=solid)
+        bucket_plan = self._bucket_of(entry, self._pick(entry, solid), solid)
+        bucket_plan.add(entry, moments)
+        self.entries.append((entry, bucket_plan))
+
+    def _moments(self, entry: Entry) -> State:
+        """Return the state that kernels use for an entry, whose memory is known then."""
+        like = entry.take_memory()
+        entry.counts = entry.index not in self.states
+        if entry.counts:
+            self.states[entry.index] = self.init_state(entry, like)
+        state = self.states[entry.index]
+        entry.step = state["step"]
+        moments = entry.state_part({name: sharding.local(state[name]) for name in entry.spec})
+        return _turned(moments) if entry.turned else moments
+
+    def _has_memory(self, entry: Entry, grad: Tensor, moments: State) -> bool:
+        """Whether all tensors of an entry have memory of their own, as wrappers have not.
+
+        Raises:
+            ValueError: The memory of the parameter or its gradient was freed.
+        """
+        if all(map(has_memory, (entry.dense, entry.part(grad), *moments.values()))):
+            return True
+        refuse_freed(entry.view, entry.label)
+        refuse_freed(entry.part(grad), f"the gradient of {entry.label}")
+        return False
+
+    def _bucket_of(self, entry: Entry, backend: str, solid: bool) -> BucketPlan:
+        """Return the bucket of entries that one call of a kernel can step."""
+        variant, device = entry.variant, entry.dense.device
+        key = (variant, backend, device, entry.dense.dtype, entry.ranks, None if solid else entry.index)
         if key not in self.bucket_plans:
             made = BucketPlan(Bucket(self.options[variant], [], {}, [], [], torch.empty(0)), variant)
-            self.backends.setdefault((name, dense.device, ranks, variant.centres), []).append(made)
+            self.backends.setdefault((backend, device, entry.ranks, variant.centres), []).append(made)
             self.bucket_plans[key] = made
-        bucket_plan = self.bucket_plans[key]
         if not solid:
-            self.wrappers.append((bucket_plan, info.label))
-        used = view if name == kernels.SERVES_STRIDED else dense
-        part = info.flat.part if info.flat else None
-        binding = ParamBinding(index, view, used, state["step"], info.stacked, info.shard, part, counts, turned)
-        bucket_plan.add(binding, mine, zlib.crc32(info.label.encode(errors="surrogatepass")))
-        plain = not (info.stacked or info.flat or info.param.is_complex() or turned)
-        bucket_plan.direct &= plain and used is view and not (grad.is_neg() or variant.centres)
-        self.bindings.append((info, binding, bucket_plan))
+            self.wrappers.append((self.bucket_plans[key], entry.label))
+        return self.bucket_plans[key]
 
     def plan(self, grads: Sequence[Tensor], options_version: int) -> StepPlan:
         """Return the plan, bound to this rank's gradients of all tensors of the optimizer."""
@@ -155,20 +159,21 @@ class PlanBuilder:
         self._add_kernels(plan)
         return plan
 
-    def _pick(self, info: ParamInfo, dense: Tensor, shard: Shard | None, solid: bool) -> str:
-        """Return the name of the backend that serves a parameter, as `kernels.pick`."""
-        key = info.variant, dense.dtype, dense.device, dense.shape, shard, solid
+    def _pick(self, entry: Entry, solid: bool) -> str:
+        """Return the name of the backend that serves an entry, as `kernels.pick`."""
+        dense, shard, options = entry.dense, entry.row_shard, self.options[entry.variant]
+        key = entry.variant, dense.dtype, dense.device, dense.shape, shard, solid
         if key not in self.picked:
-            with about(info.label):
-                self.picked[key], _ = kernels.pick(self.backend, dense, self.options[info.variant], shard, solid)
+            with about(entry.label):
+                self.picked[key], _ = kernels.pick(self.backend, dense, options, shard, solid)
         return self.picked[key]
 
     def _check_disjoint(self) -> None:
         """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
         spans = sorted(
-            (start, start + binding.view.nbytes, info.label)
-            for info, binding, _ in self.bindings
-            if (start := address_of(binding.view)) and (binding.view.is_contiguous() or is_dense(binding.view, 0))
+            (start, start + entry.view.nbytes, entry.label)
+            for entry, _ in self.entries
+            if (start := address_of(entry.view)) and (entry.view.is_contiguous() or is_dense(entry.view, 0))
         )
         for (_, end, first), (start, _, second) in itertools.pairwise(spans):
             if start < end and first == second:
@@ -183,12 +188,12 @@ class PlanBuilder:
         labels: list[list[str]] = [[] for _ in range(count)]
         row_indices: list[list[int]] = [[] for _ in range(count)]
         homes: dict[int, int] = {}
-        for info, binding, bucket_plan in self.bindings:
+        for entry, bucket_plan in self.entries:
             # Reports have the parameters in all flat tensors of a group in one order on every rank.
-            home = homes.setdefault(info.variant.group, binding.index) if info.flat else binding.index
-            rows = range(len(binding.rows))
-            labels[home] += [f"{info.label}[{i}]" for i in rows] if info.stacked else [info.label]
-            row_indices[home] += [starts[id(bucket_plan)] + row for row in binding.rows]
+            home = homes.setdefault(entry.variant.group, entry.index) if entry.fragment else entry.index
+            rows = range(len(entry.rows))
+            labels[home] += [f"{entry.label}[{i}]" for i in rows] if entry.stacked else [entry.label]
+            row_indices[home] += [starts[id(bucket_plan)] + row for row in entry.rows]
         return labels, row_indices
 
     def _add_kernels(self, plan: StepPlan) -> None:
@@ -240,24 +245,24 @@ def _try_on_copies(bucket: Bucket[Any], label: str) -> None:
         ) from error
 
 
-def _check_grad(info: ParamInfo, grad: Tensor) -> None:
-    param = info.param
+def _check_grad(entry: Entry, grad: Tensor) -> None:
+    param = entry.param
     if grad.layout is not torch.strided:
         raise RuntimeError(
-            f"the gradient of {info.label} has layout {grad.layout}, but only dense gradients are supported: build the "
-            "embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
+            f"the gradient of {entry.label} has layout {grad.layout}, but only dense gradients are supported: build "
+            "the embedding with sparse=False, or give its parameters to torch.optim.SparseAdam"
         )
-    layout, its = info.layout, sharding.layout_of(grad)
+    layout, its = entry.layout, sharding.layout_of(grad)
     if layout != its:
         raise ValueError(
-            f"the gradient of {info.label} is {its or 'a plain tensor'}, the parameter is "
+            f"the gradient of {entry.label} is {its or 'a plain tensor'}, the parameter is "
             f"{layout or 'a plain tensor'}: redistribute it first, "
             "p.grad = p.grad.redistribute(placements=p.placements)"
         )
     fits = grad.shape == param.shape and grad.is_complex() == param.is_complex() and grad.device == param.device
     if not fits or not (grad.is_complex() or grad.dtype in REAL_DTYPES):
         raise ValueError(
-            f"the gradient of {info.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
+            f"the gradient of {entry.label} has shape {tuple(grad.shape)} and dtype {grad.dtype} on {grad.device}, the "
             f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "
             "in a floating dtype of 16 bits or more"
         )
@@ -266,15 +271,3 @@ def _check_grad(info: ParamInfo, grad: Tensor) -> None:
 def _turned(state: State) -> State:
     """Return the state of the transpose of a parameter, in the same memory."""
     return {name: state[EXCHANGED[name]] if name in EXCHANGED else tensor.mT for name, tensor in state.items()}
-
-
-def _dense_copy(view: Tensor, label: str) -> Tensor:
-    """Return a copy that kernels can step.
-
-    Raises:
-        ValueError: Elements of the parameter share memory, or its memory was freed.
-    """
-    refuse_freed(view, label)
-    if overlaps(view):
-        raise ValueError(f"{label} has elements that share memory (an expanded tensor): clone() it first")
-    return view.clone(memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ from bighorn.arguments import shortened
 from bighorn.distributed.sharding import local
 from bighorn.kernels import codec
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_info import ParamInfo
+from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import STEP_BYTES, local_view, real_view, same_layout
 from bighorn.optim.step_options import OptionGuard, ScheduledOptions, attach_all
@@ -66,8 +66,8 @@ class Reports(Optimizer):
     _skipped: Tensor | None
 
     @abstractmethod
-    def _param_infos(self, groups: list[Group]) -> Iterator[ParamInfo]:
-        """Return the ParamInfo of every parameter in the groups, in the order in which a step visits them."""
+    def _entries(self, groups: list[Group]) -> Iterator[Entry]:
+        """Return the entry of every parameter in the groups, in the order in which a step visits them."""
 
     def _metrics(self) -> dict[str, Any]:
         """The fields of telemetry by name: names, the algorithm's metrics, the learning rate, and skipped steps."""
@@ -113,12 +113,12 @@ class Reports(Optimizer):
             options.setdefault(name, 0.0)
         optimizer = cls(params=params, **options)
         sizes: dict[str, int] = {}
-        for info in optimizer._param_infos(optimizer.param_groups):
-            if isinstance(info.param, Parameter) and not info.param.requires_grad:
+        for entry in optimizer._entries(optimizer.param_groups):
+            if isinstance(entry.param, Parameter) and not entry.param.requires_grad:
                 continue
-            state = {name: spec.like(local_view(info.param)) for name, spec in info.spec.items()}
-            size = STEP_BYTES + sum(tensor.nbytes for tensor in info.state_here(state).values())
-            sizes[info.label] = sizes.get(info.label, 0) + size
+            state = {name: spec.like(local_view(entry.param)) for name, spec in entry.spec.items()}
+            size = STEP_BYTES + sum(tensor.nbytes for tensor in entry.state_part(state).values())
+            sizes[entry.label] = sizes.get(entry.label, 0) + size
         return sizes
 
     def code_errors(self) -> dict[str, float]:
@@ -145,12 +145,12 @@ class Reports(Optimizer):
             (['weight'], True)
         """
         found = {}
-        for info in self._param_infos(self.param_groups):
-            state = self.state.get(info.param, {})
+        for entry in self._entries(self.param_groups):
+            state = self.state.get(entry.param, {})
             form = codec.form_of("exp_avg", state)
             if form is not None and not form.dtype.is_floating_point:
                 codes, scales = (local(state[name]) for name in ("exp_avg", "exp_avg_scale"))
-                found[info.label] = float(codec.expected_error(codes, scales, form))
+                found[entry.label] = float(codec.expected_error(codes, scales, form))
         return found
 
     def __repr__(self) -> str:
@@ -172,9 +172,9 @@ class Reports(Optimizer):
         groups, scheduled = list(map(dict, self.param_groups)), list(map(dict, self._scheduled))
         attach_all(groups, scheduled, self.defaults, self.algorithm)
         OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
-        infos = list(self._param_infos(groups))
-        kernels = _explained(infos, groups, self.algorithm, self._settings.backend)
-        more = _options_of_groups(infos, scheduled, groups, self.algorithm, self._settings)
+        entries = list(self._entries(groups))
+        kernels = _explained(entries, groups, self.algorithm, self._settings.backend)
+        more = _options_of_groups(entries, scheduled, groups, self.algorithm, self._settings)
         lines: list[str] = []
         for index, mine in sorted(kernels.items()):
             lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
@@ -225,7 +225,7 @@ def _differs(value: object, default: object) -> bool:
 
 
 def _options_of_groups(
-    infos: Iterable[ParamInfo],
+    entries: Iterable[Entry],
     scheduled: Sequence[ScheduledOptions],
     groups: Sequence[Group],
     algorithm: Algorithm[Any],
@@ -234,14 +234,14 @@ def _options_of_groups(
     """Return what holds for each group beside its kernels: schedules, exclusions and what needs all gradients."""
     excluded: dict[int, dict[str, list[str]]] = defaultdict(lambda: {"weight decay": [], "trust ratio": []})
     adapted: dict[int, list[str]] = defaultdict(list)
-    for info in infos:
-        if not info.variant.decays:
-            excluded[info.variant.group]["weight decay"].append(info.label)
-        if not info.variant.adapts:
-            excluded[info.variant.group]["trust ratio"].append(info.label)
-        options = algorithm.kernel_options(groups[info.variant.group], info.variant)
-        if getattr(options, "adapt", False) and info.param.dim() < 2 and not info.flat:
-            adapted[info.variant.group].append(info.label)
+    for entry in entries:
+        if not entry.variant.decays:
+            excluded[entry.variant.group]["weight decay"].append(entry.label)
+        if not entry.variant.adapts:
+            excluded[entry.variant.group]["trust ratio"].append(entry.label)
+        options = algorithm.kernel_options(groups[entry.variant.group], entry.variant)
+        if getattr(options, "adapt", False) and entry.param.dim() < 2 and not entry.fragment:
+            adapted[entry.variant.group].append(entry.label)
     found = {}
     for index, group in enumerate(groups):
         parts = [f"{name} by {option.schedule!r}, now {group[name]:g}" for name, option in scheduled[index].items()]
@@ -261,7 +261,7 @@ def _options_of_groups(
 
 
 def _explained(
-    infos: Iterable[ParamInfo], groups: list[Group], algorithm: Algorithm[Any], backend: str
+    entries: Iterable[Entry], groups: list[Group], algorithm: Algorithm[Any], backend: str
 ) -> dict[int, list[str]]:
     """Return lines by group, one for each kind of tensor: its backend, the reason, and what makes its steps slower.
 
@@ -269,11 +269,11 @@ def _explained(
         ValueError: The requested backend does not serve a tensor.
     """
     kinds: dict[tuple[int, str, str, str, str, str], list[Tensor]] = {}
-    for info in infos:
-        view, index = info.here(local_view(info.param)), info.variant.group
-        options = algorithm.kernel_options(groups[index], info.variant)
-        name, why = kernels.pick(backend, view, options, info.row_shard)
-        kind = index, name, str(view.device), str(view.dtype), why, _slower(info, view, name)
+    for entry in entries:
+        view, index = entry.local(), entry.variant.group
+        options = algorithm.kernel_options(groups[index], entry.variant)
+        name, why = kernels.pick(backend, view, options, entry.row_shard)
+        kind = index, name, str(view.device), str(view.dtype), why, _slower(entry, view)
         kinds.setdefault(kind, []).append(view)
     lines: dict[int, list[str]] = {}
     for (index, name, device, dtype, why, slower), tensors in kinds.items():
@@ -284,14 +284,19 @@ def _explained(
     return lines
 
 
-def _slower(info: ParamInfo, view: Tensor, backend: str) -> str:
+def _slower(entry: Entry, view: Tensor) -> str:
     """Return what makes the steps of a parameter slower, with the remedy; empty if nothing does."""
-    if not info.fits_kernels(view):
-        way = "read and written in pieces" if backend == kernels.SERVES_STRIDED else "copied at each step"
-        return f"; slower, {way}: its memory has gaps or another order, as p.data = p.data.contiguous() has not"
-    grad = info.param.grad
-    if grad is None or grad.layout is not torch.strided or grad.shape != info.param.shape or info.flat:
+    if not entry.fits_kernels(view):
+        return (
+            "; slower, copied at each step: its memory has gaps or another order, as p.data = p.data.contiguous() has "
+            "not"
+        )
+    grad = entry.param.grad
+    if grad is None or grad.layout is not torch.strided or grad.shape != entry.param.shape or entry.fragment:
         return ""
     if same_layout(real_view(local(grad).resolve_conj()), view):
         return ""
-    return "; slower: its gradient has other strides than the parameter, which torch.empty_like(p) would have"
+    return (
+        "; slower: its gradient is copied at each step, since it has other strides than the parameter, which "
+        "torch.empty_like(p) would have"
+    )

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn.optim.algorithm import Group
+from bighorn.optim.entries import Indices
 from bighorn.optim.param_groups import label_of
-from bighorn.optim.param_info import Indices
 from bighorn.optim.step_options import ScheduleStep
 from bighorn.optim.step_plan import StepPlan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,12 +17,10 @@ from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ShardedDims
 from bighorn.kernels import Bucket
-from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre
-from bighorn.optim.flat_tensors import FlatView
+from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
-from bighorn.optim.state import real_view
 from bighorn.square_sums import no_square_sums, root, square_sum_on, square_sums
 
 LARGEST_NORM = 2.0**53
@@ -37,161 +35,78 @@ PartCall = Callable[[int], None]
 
 
 @dataclass
-class ParamBinding:
-    """A parameter of a plan: the rows that it becomes, and how its gradient is bound to them at each step."""
-
-    index: int
-    """The index of the parameter in the plan."""
-    view: Tensor
-    """This rank's shard of the parameter, as a real tensor in the same memory."""
-    dense: Tensor
-    """The tensor that kernels use: `view`, or a dense copy of it."""
-    step: Tensor
-    stacked: bool
-    shard: Shard | None
-    """The box of the parameter that `view` is; None if it is the whole parameter."""
-    part: FlatView | None = None
-    """The part of a flat tensor that `view` is; None if it is a parameter of its own."""
-    counts: bool = True
-    """Whether this binding counts the step; the parameters in a flat tensor share a step count."""
-    turned: bool = False
-    """Whether `view`, `dense` and the rows are transposed (`ParamInfo.is_turned`)."""
-    rows: range = range(0)
-    """The rows of the bucket that the parameter becomes."""
-
-    def here(self, tensor: Tensor) -> Tensor:
-        """Return the part of a flat tensor, or of its gradient; any other tensor unchanged."""
-        return tensor if self.part is None else self.part.of(tensor)
-
-    def turn(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the orientation of `view`."""
-        return tensor.mT if self.turned else tensor
-
-    def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
-        if not self.stacked:
-            return (tensor,)
-        if self.shard is None:
-            return tensor.unbind()
-        elsewhere = (tensor.new_empty((0,) * (tensor.dim() - 1)),)
-        before = self.shard.offset[0]
-        return elsewhere * before + tensor.unbind() + elsewhere * (self.shard.shape[0] - before - tensor.shape[0])
-
-    @property
-    def row_size(self) -> int:
-        """The number of elements of a whole row."""
-        shape = self.shard.shape if self.shard else self.dense.shape
-        return math.prod(shape[1:] if self.stacked else shape)
-
-    def row_shards(self) -> list[Shard]:
-        """The box of each row that this rank holds; empty if all rows are whole."""
-        if self.shard is None or not self.stacked:
-            return [self.shard] if self.shard else []
-        first = self.shard.offset[0]
-        return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
-
-    def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the rows of a gradient."""
-        return (None,) * len(self.rows) if grad is None else self.slices(self.grad_view(grad))
-
-    def grad_view(self, grad: Tensor) -> Tensor:
-        """Return a gradient as `view` is of the parameter."""
-        return self.turn(self.here(real_view(grad.resolve_conj()).resolve_neg()))
-
-    @cached_property
-    def centred_grad(self) -> Tensor:
-        """The memory of the gradient without the means of its rows, in the dtype of the arithmetic."""
-        return torch.empty_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
-
-    def centred(self, grad: Tensor | None) -> Centred:
-        """Return a gradient whose means are to be subtracted."""
-        shard, view = self.shard or Shard.whole(tuple(self.dense.shape)), None if grad is None else self.grad_view(grad)
-        return Centred(view, self.centred_grad, shard, 1 + self.stacked)
-
-
-@dataclass
 class BucketPlan:
-    """A bucket, and the parameters whose rows it holds."""
+    """A bucket, and the entries whose rows it holds."""
 
     bucket: Bucket[Any]
     variant: Variant
-    bindings: list[ParamBinding] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     direct: bool = True
     """Whether parameters and gradients are used as they are, without slices or copies."""
-    indices: list[int] = field(default_factory=list)
-    """The indices of the parameters in the plan."""
-    all_unique_steps: list[Tensor] = field(default_factory=list)
-    """The step counts of all parameters."""
-    bound: list[ParamBinding] = field(default_factory=list)
-    """The parameters that take part in this step."""
+    present: list[Entry] = field(default_factory=list)
+    """The entries that take part in this step."""
     centred: list[Centred] = field(default_factory=list)
     """This step's gradients, if the means of their rows are to be subtracted."""
 
-    def add(self, binding: ParamBinding, moments: dict[str, Tensor], number: int) -> None:
-        """Add the rows of a parameter; `number` is its parameter id."""
-        bucket, first, params = self.bucket, len(self.bucket.params), binding.slices(binding.dense)
+    def add(self, entry: Entry, moments: dict[str, Tensor]) -> None:
+        """Add the rows of an entry."""
+        bucket, first, params = self.bucket, len(self.bucket.params), entry.slices(entry.dense)
         count = len(params)
-        self.bindings.append(binding)
-        self.indices.append(binding.index)
-        self.all_unique_steps += [binding.step] * binding.counts
+        self.entries.append(entry)
+        self.direct &= entry.direct
         bucket.params += params
-        bucket.shards += binding.row_shards()
+        bucket.shards += entry.row_shards()
         for name, value in moments.items():
-            bucket.state.setdefault(name, []).extend(binding.slices(value))
-        binding.rows = range(first, first + count)
-        bucket.steps += [binding.step] * count
-        bucket.param_ids += [number] * count
-        bucket.row_offsets += [i * binding.row_size for i in range(count)] if binding.stacked else [0]
+            bucket.state.setdefault(name, []).extend(entry.slices(value))
+        entry.rows = range(first, first + count)
+        bucket.steps += [entry.step] * count
+        bucket.param_ids += [zlib.crc32(entry.label.encode(errors="surrogatepass"))] * count
+        bucket.row_offsets += [i * entry.row_size for i in range(count)] if entry.stacked else [0]
 
     @cached_property
     def select(self) -> Callable[[list[Any]], list[Any]]:
-        """A function of values of all parameters of the plan that returns those of the bucket's parameters."""
-        if len(self.indices) == 1:
-            return lambda values: [values[self.indices[0]]]
-        getter = itemgetter(*self.indices)
+        """A function of values of all parameters of the plan that returns those of the entries."""
+        indices = [entry.index for entry in self.entries]
+        if len(indices) == 1:
+            return lambda values: [values[indices[0]]]
+        getter = itemgetter(*indices)
         return lambda values: list(getter(values))
+
+    @cached_property
+    def all_steps(self) -> list[Tensor]:
+        """The step counts of all entries."""
+        return [entry.step for entry in self.entries if entry.counts]
 
     def bind(self, grads: list[Tensor | None], present: list[bool] | None, addresses: list[int] | None) -> None:
         """Bind this step's gradients, and update the dense copies of parameters; all are present if that is None."""
         bucket, mine = self.bucket, self.select(grads)
-        bucket.grads, bucket.unique_steps, self.bound = mine, self.all_unique_steps, self.bindings
+        bucket.grads, bucket.unique_steps, self.present = mine, self.all_steps, self.entries
         bucket.known = (mine, self.select(addresses)) if addresses is not None else ([], [])
         if present is not None:
-            self.bound = list(itertools.compress(self.bindings, self.select(present)))
-            bucket.unique_steps = [binding.step for binding in self.bound if binding.counts]
+            self.present = list(itertools.compress(self.entries, self.select(present)))
+            bucket.unique_steps = [entry.step for entry in self.present if entry.counts]
         if self.direct:
             return
-        pairs = list(zip(self.bindings, mine, strict=True))
-        if self.variant.centres:
-            self.centred = [binding.centred(grad) for binding, grad in pairs]
-            bucket.grads = [
-                row
-                for binding, grad in pairs
-                for row in (binding.grad_rows(None) if grad is None else binding.slices(binding.centred_grad))
-            ]
-        else:
-            bucket.grads = [row for binding, grad in pairs for row in binding.grad_rows(grad)]
-        for binding in self.bound:
-            if binding.dense is not binding.view:
-                binding.dense.copy_(binding.view)
+        pairs = list(zip(self.entries, mine, strict=True))
+        bucket.grads = [row for entry, grad in pairs for row in entry.grad_rows(grad)]
+        self.centred = [entry.centred(grad) for entry, grad in pairs] if self.variant.centres else []
+        for entry in self.present:
+            entry.copy_in()
 
-    def refresh(self, shards: list[Tensor]) -> None:
-        """Use the present memory of parameters, of which these are this rank's shards."""
-        for binding in self.bindings:
-            view = binding.turn(binding.here(real_view(shards[binding.index])))
-            # After p.data = ..., the tensor is the same one, but slices of it are in the old memory.
-            same = view is binding.view and not binding.stacked
-            if binding.dense is binding.view and not same:
-                binding.dense = view
-                self.bucket.params[binding.rows.start : binding.rows.stop] = binding.slices(view)
-            binding.view = view
+    def refresh(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Use the present memory of parameters, of which these are this rank's shards, and these kinds of gradients."""
+        for entry in self.entries:
+            if entry.move(shards[entry.index]):
+                self.bucket.params[entry.rows.start : entry.rows.stop] = entry.slices(entry.view)
+            if (grad := grads[entry.index]) is not None:
+                entry.expect(grad)
+        self.direct = all(entry.direct for entry in self.entries)
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
         self.bucket.grads, self.bucket.known, self.centred = [], ([], []), []
-        for binding in self.bound if not self.direct else ():
-            if binding.dense is not binding.view:
-                binding.view.copy_(binding.dense)
+        for entry in self.present if not self.direct else ():
+            entry.copy_out()
 
 
 class Launch(NamedTuple):
@@ -260,7 +175,7 @@ class StepPlan:
     def refresh(self, shards: list[Tensor], grads: list[Tensor | None], present: list[bool]) -> None:
         """Bind this step's gradients, after parameters have moved, or gradients have become of other kinds."""
         for bucket_plan in self.buckets:
-            bucket_plan.refresh(shards)
+            bucket_plan.refresh(shards, grads)
         self.bind(grads, present)
         for launch in itertools.chain(self.kernels, *self.meshes.values()):
             launch.kernel.refresh()
@@ -274,6 +189,12 @@ class StepPlan:
     def variants(self) -> set[Variant]:
         """The variants of the buckets."""
         return {bucket_plan.variant for bucket_plan in self.buckets}
+
+    def read_grads(self) -> None:
+        """Copy the gradients that have another memory order than their parameters, before the first kernel reads."""
+        for bucket_plan in self.buckets:
+            for entry in bucket_plan.present if not bucket_plan.direct else ():
+                entry.read_grad()
 
     def square_sums(self) -> list[Tensor]:
         """The sums of the squares of all gradients, over all ranks that hold shards of them."""
@@ -372,6 +293,7 @@ def square_sum_of(
     sums = [] if known is None else [known()]
     for part, plan in enumerate(plans if known is None else ()):
         wait(part)
+        plan.read_grads()
         sums += plan.square_sums()
     if sums:
         device, form = sums[0].device, sums[0].dtype

@@ -1,0 +1,226 @@
+"""A parameter in a step: the options that hold for it, its memory, and the rows of a bucket that it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bighorn.distributed.flat import FlatGroup
+from bighorn.distributed.sharding import Layout, ShardedDims
+from bighorn.kernels.bucket import Shard
+from bighorn.optim.algorithm import Variant
+from bighorn.optim.centring import Centred
+from bighorn.optim.flat_tensors import FlatView
+from bighorn.optim.state import StateSpec, is_dense, local_view, overlaps, real_view, refuse_freed, same_layout
+
+
+@dataclass
+class Entry:
+    """A parameter that takes part in a step, or its fragment in a flat tensor."""
+
+    param: Tensor
+    """The parameter, or the flat tensor."""
+    label: str
+    variant: Variant
+    spec: StateSpec
+    """The state tensors of `param`, besides `step`."""
+    shape: tuple[int, ...]
+    """The shape of the whole parameter, as a real tensor."""
+    shard: Shard | None = None
+    """The shard of the parameter on this rank; None if this rank holds all of it."""
+    ranks: ShardedDims | FlatGroup | None = None
+    """The ranks over which sums are added up; None if this rank holds the whole parameter."""
+    layout: Layout | None = None
+    """The layout of a distributed parameter, else None."""
+    stacked: bool = False
+    leading: int = 0
+    """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
+    symmetric: bool = False
+    """Whether the step of a matrix is that of its transpose, with the averages of rows and columns exchanged."""
+    fragment: FlatView | None = None
+    """The part of `param` that is stepped, if that is a flat tensor."""
+    state_parts: Mapping[str, FlatView] = field(default_factory=dict)
+    """The same of each tensor of its state."""
+
+    index: int = -1
+    """The index of `param` in the plan, as are all fields from here on."""
+    view: Tensor = field(init=False)
+    """This rank's shard of the parameter, as a real tensor in the same memory."""
+    dense: Tensor = field(init=False)
+    """The tensor that kernels use: `view`, or a dense copy of it."""
+    step: Tensor = field(init=False)
+    counts: bool = True
+    """Whether this entry counts the step; the parameters in a flat tensor share a step count."""
+    rows: range = range(0)
+    """The rows of the bucket that the parameter becomes."""
+    turned: bool = False
+    """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
+    views: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    """The functions that make a gradient one of `dense`, in this order."""
+    copies: bool = False
+    """Whether gradients are copied, since they have another memory order than `dense`."""
+    arriving: tuple[Tensor, Tensor] | None = None
+    """The memory of this step's copy, and the gradient, which may not be there yet."""
+
+    @property
+    def row_shard(self) -> Shard | None:
+        """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
+        return self.shard.of_slice(here=True) if self.shard and self.stacked else self.shard
+
+    def local(self) -> Tensor:
+        """Return this rank's part of the parameter, as a real tensor in the same memory."""
+        return self.part(local_view(self.param))
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return the fragment in a flat tensor, or in its gradient; any other tensor unchanged."""
+        return self.fragment.of(tensor) if self.fragment else tensor
+
+    def state_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameter's parts of the state of a flat tensor; any other state unchanged."""
+        return {name: part.of(state[name]) for name, part in self.state_parts.items()} if self.fragment else {**state}
+
+    def turns(self, view: Tensor) -> bool:
+        """Whether kernels step the transpose of the parameter."""
+        return self.symmetric and not view.is_contiguous() and view.mT.is_contiguous()
+
+    def fits_kernels(self, view: Tensor) -> bool:
+        """Whether kernels can step the parameter in its own memory, without a dense copy."""
+        return is_dense(view, self.leading) or self.turns(view)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def take_memory(self) -> Tensor:
+        """Set `view` and `dense`, and return the tensor that the state is like.
+
+        Raises:
+            ValueError: Elements of the parameter share memory, or its memory was freed.
+        """
+        view = self.local()
+        self.view = self.dense = view
+        if not self.fits_kernels(view):
+            refuse_freed(view, self.label)
+            if overlaps(view):
+                raise ValueError(f"{self.label} has elements that share memory (an expanded tensor): clone() it first")
+            self.dense = view.clone(memory_format=torch.contiguous_format)
+        like, self.turned = self.dense, self.turns(view)
+        if self.turned:
+            self.view = self.dense = view.mT
+        return self.param if self.fragment else like
+
+    def move(self, shard: Tensor) -> bool:
+        """Use the present memory of this rank's shard of `param`; return whether kernels have to."""
+        view = self.part(real_view(shard))
+        view, in_place = view.mT if self.turned else view, self.dense is self.view
+        # After p.data = ..., the tensor is the same one, but slices of it are in the old memory.
+        moved = in_place and (view is not self.view or self.stacked)
+        self.view = view
+        if moved:
+            self.dense = view
+        return moved
+
+    def copy_in(self) -> None:
+        """Copy the parameter to its dense copy, if it has one."""
+        if self.dense is not self.view:
+            self.dense.copy_(self.view)
+
+    def copy_out(self) -> None:
+        """Copy the dense copy, if there is one, to the parameter."""
+        if self.dense is not self.view:
+            self.view.copy_(self.dense)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def expect(self, grad: Tensor, copies: bool = True) -> None:
+        """Prepare for gradients of the kind of this one, of all of `param` on this rank.
+
+        Those in another memory order are copied, unless `copies` is False: wrappers may not allow it.
+        """
+        self.views = []
+        if grad.is_complex() or grad.is_neg():
+            self.views.append(real)
+        if self.fragment is not None:
+            self.views.append(self.fragment.of)
+        if self.turned:
+            self.views.append(transposed)
+        self.copies = copies and not (self.variant.centres or same_layout(self.viewed(grad), self.dense))
+
+    @property
+    def direct(self) -> bool:
+        """Whether the gradient is the row, and the parameter needs no copy."""
+        changed = self.views or self.copies or self.stacked or self.variant.centres
+        return not changed and self.dense is self.view
+
+    def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the rows of a gradient."""
+        if grad is None:
+            return (None,) * len(self.rows)
+        if self.variant.centres:
+            return self.slices(self.centred_grad)
+        grad = self.viewed(grad)
+        if self.copies:
+            memory = torch.empty_strided(grad.shape, self.dense.stride(), dtype=grad.dtype, device=grad.device)
+            self.arriving, grad = (memory, grad), memory
+        return self.slices(grad)
+
+    def viewed(self, grad: Tensor) -> Tensor:
+        """Return a gradient as `dense` is of the parameter."""
+        for view in self.views:
+            grad = view(grad)
+        return grad
+
+    def read_grad(self) -> None:
+        """Copy the gradient, which is there now, if it has another memory order than `dense`."""
+        if self.arriving is not None:
+            memory, grad = self.arriving
+            memory.copy_(grad)
+            self.arriving = None
+
+    @cached_property
+    def centred_grad(self) -> Tensor:
+        """The memory of the gradient without the means of its rows, in the dtype of the arithmetic."""
+        return torch.empty_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
+
+    def centred(self, grad: Tensor | None) -> Centred:
+        """Return a gradient whose means are to be subtracted."""
+        shard = self.shard or Shard.whole(tuple(self.dense.shape))
+        return Centred(grad if grad is None else self.viewed(grad), self.centred_grad, shard, 1 + self.stacked)
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def slices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
+        if not self.stacked:
+            return (tensor,)
+        if self.shard is None:
+            return tensor.unbind()
+        elsewhere = (tensor.new_empty((0,) * (tensor.dim() - 1)),)
+        before = self.shard.offset[0]
+        return elsewhere * before + tensor.unbind() + elsewhere * (self.shard.shape[0] - before - tensor.shape[0])
+
+    @property
+    def row_size(self) -> int:
+        """The number of elements of a whole row."""
+        shape = self.shard.shape if self.shard else self.dense.shape
+        return math.prod(shape[1:] if self.stacked else shape)
+
+    def row_shards(self) -> list[Shard]:
+        """The box of each row that this rank holds; empty if all rows are whole."""
+        if self.shard is None or not self.stacked:
+            return [self.shard] if self.shard else []
+        first = self.shard.offset[0]
+        return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
+
+
+def real(grad: Tensor) -> Tensor:
+    """Return a complex gradient as a real one, and without a bit that negates or conjugates it."""
+    return real_view(grad.resolve_conj()).resolve_neg()
+
+
+def transposed(grad: Tensor) -> Tensor:
+    """Return the gradient of the transpose."""
+    return grad.mT

@@ -29,6 +29,8 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of each tensor: `[tensors]` in float64, or `[tensors, 2]` by :data:`SCALES`."""
     if not tensors:
         return no_square_sums(0, device=device)
+    if device.type == "cpu":
+        return torch.stack([_square_sum_on_cpu(tensor) for tensor in tensors])
     if wide(device) == torch.float64:
         if not capabilities(device).float64_norms:
             tensors = [tensor.to(torch.float64) for tensor in tensors]
@@ -38,6 +40,18 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         for found, scale in zip(norms, SCALES, strict=True):
             found += torch._foreach_norm(torch._foreach_mul([tensor.float() for tensor in some], scale))
     return torch.stack([torch.stack(found) for found in norms], dim=-1).square()
+
+
+CACHED = 1 << 16
+"""The elements that a CPU adds up at a time."""
+
+
+def _square_sum_on_cpu(tensor: Tensor) -> Tensor:
+    """Return a sum of squares: the norm uses one thread, and takes longer than this on one, too (torch 2.13)."""
+    if tensor.numel() <= CACHED:
+        whole = tensor.to(torch.float64).reshape(-1)
+        return torch.dot(whole, whole)
+    return torch.stack([_square_sum_on_cpu(part) for part in torch.split(tensor.reshape(-1), CACHED)]).sum()
 
 
 SCALED_AT_ONCE = 1 << 25

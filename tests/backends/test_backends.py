@@ -24,7 +24,7 @@ from bighorn.kernels.reference import lars as lars_reference
 from bighorn.kernels.triton.device import interpreted
 from bighorn.optim.state import AUX_STATE_NAMES
 from tests.support import scalar_formulas
-from tests.support.case_tensors import BLOCKS, HUGE, ZOO, Layout, arranged, double, ordinal
+from tests.support.case_tensors import BLOCKS, ZOO, Layout, arranged, double, ordinal
 from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
 
@@ -277,7 +277,7 @@ def check_steps(backend: str, case: Case, roundings: float = 1.0) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     twins, twin = twins_of(case, parameters)
-    for step in range(2 if case.leaves is HUGE else STEPS):
+    for step in range(STEPS):
         gradients = case.gradients(step)
         for each in (optimizer, twin):
             case.set_lr(each, step)

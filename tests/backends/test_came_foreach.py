@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels import Bucket, CameOptions, codec
 from bighorn.kernels.foreach import came as foreach
-from bighorn.kernels.foreach import pieces as foreach_pieces
+from bighorn.kernels.foreach import lists
 from bighorn.kernels.reference import came as reference
 from tests.support.came_kernel_cases import CASES, DEFAULTS, LOW, Case, Factor, Make, bucket_of, largest
 
@@ -19,9 +19,9 @@ ID = attrgetter("id")
 
 
 @pytest.fixture
-def _pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide tensors into pieces, as large ones are, even within rows; whole ones are in the table of all backends."""
-    monkeypatch.setattr(foreach_pieces, "piece_bytes", lambda: 8 * 4)
+def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step every tensor in a group of its own, as large ones; several are in the table of all backends."""
+    monkeypatch.setattr(lists, "CACHED_BYTES", 1)
 
 
 def copy_into(twin: Bucket[CameOptions], bucket: Bucket[CameOptions]) -> None:
@@ -64,7 +64,7 @@ SLACK = {None: 0.0, torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.int8: 0.0
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", [case for case in CASES if case.id.endswith(("published", "-everything"))], ids=ID)
-@pytest.mark.usefixtures("_pieces")
+@pytest.mark.usefixtures("_groups")
 def test_foreach_equals_the_reference(case: Case, dtype: str) -> None:
     of_param, of_grad, average = DTYPES[dtype]
     slack = SLACK[average]
@@ -98,7 +98,7 @@ def test_foreach_equals_the_reference(case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("make", [reference.Came, foreach.Came], ids=["reference", "foreach"])
 @pytest.mark.parametrize("average", [None, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if "everything" in case.id], ids=ID)
-@pytest.mark.usefixtures("_pieces")
+@pytest.mark.usefixtures("_groups")
 def test_nothing_is_written_without_commit(case: Case, average: torch.dtype | None, make: Make) -> None:
     bucket = bucket_of(case.tensors(torch.float32), case.options, average)
     kernel = make([bucket])

@@ -15,7 +15,6 @@ from torch import Tensor
 from bighorn import kernels
 from bighorn.kernels import Bucket
 from bighorn.kernels.bucket import Shard
-from bighorn.kernels.foreach import lists
 from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 
 pytest.importorskip("triton", reason="the simulated ranks are those of the tests of Triton's shards")
@@ -33,11 +32,6 @@ from tests.backends.test_triton_shards import (
 )
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "on_accelerator", lambda _: True)
 
 
 def stepped(algorithm: str, whole: Bucket[Any], *arguments: Any) -> None:

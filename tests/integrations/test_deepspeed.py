@@ -66,9 +66,6 @@ print("trained")
 
 LISTS = """
 from bighorn import Came
-from bighorn.kernels.foreach import lists
-
-lists.on_accelerator = lambda _: True  # steps as on an accelerator that has no optimizers of DeepSpeed's
 
 for kind in (Lamb, Came):
     lamb = lambda net: kind(net.named_parameters(), lr=0.05, weight_decay=0.1, backend="foreach")

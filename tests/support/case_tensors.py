@@ -132,9 +132,6 @@ FEW = tuple(
     in {"plain.weight", "page.bias", "empty", "zero.weight", "zero.bias", "strided.weight", "big.weight", "conv.weight"}
 )
 
-# More elements than a workspace of foreach holds, so its second phase computes the update again.
-HUGE = (Leaf("huge.weight", (1301, 2050), grad_layout="transposed"), Leaf("huge.bias", (1301,)))
-
 MIXED = (
     Leaf("float32.weight", (9, 5)),
     Leaf("bfloat16.weight", (9, 5), dtype=torch.bfloat16),

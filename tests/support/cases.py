@@ -30,7 +30,7 @@ from tests.support.case_options import (
     LARS_OPTIONS,
     in_blocks,
 )
-from tests.support.case_tensors import BLOCKS, FEW, HUGE, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
+from tests.support.case_tensors import BLOCKS, FEW, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
 
 Optimizer: TypeAlias = Lamb | Came | Lars
 Kind: TypeAlias = type[Lamb] | type[Came] | type[Lars]
@@ -114,8 +114,6 @@ class Case:
 
     def runs_on(self, backend: str) -> bool:
         """Whether this backend must serve this case."""
-        if backend == "reference":  # it is the specification, to which sizes are nothing
-            return self.leaves is not HUGE
         if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
             return False
         groups = (self.options, *self.groups)
@@ -220,8 +218,6 @@ class Rows:
     """The options that are combined with every dtype."""
     with_sizes: tuple[str, ...]
     """Those that are combined with mixed dtypes and with large tensors."""
-    huge: Mapping[str, Mapping[str, Any]]
-    """Those that are tried on huge tensors."""
 
     def cases(self) -> Iterator[Case]:
         for name, options in self.options.items():
@@ -247,11 +243,8 @@ class Rows:
             yield self._case(f"large-{option}", self.options[option], LARGE)
         yield self._case("large-stacked", {}, _stackable(LARGE), stacked_group)
         yield self._case("large-centralised", {}, LARGE, ({"grad_centralization": True},))
-        for name, options in self.huge.items():
-            yield self._case(f"huge-{name}", options, HUGE)
         yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
         yield self._case("large-float64", {}, LARGE, ({},), torch.float64)
-        yield self._case("huge-float64", {}, HUGE, ({},), torch.float64)
 
     def _case(self, name: str, *rest: Any) -> Case:
         return Case(f"{self.prefix}{name}", *rest).of(self.kind)
@@ -265,12 +258,6 @@ LAMB = Rows(
     DTYPES,
     with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad"),
     with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled", "cautious"),
-    huge={
-        "clip-skip": LAMB_OPTIONS["clip-skip"],
-        "l2": LAMB_OPTIONS["l2"],
-        "states-bfloat16": {"state_dtype": torch.bfloat16},
-        "states-int8": {"state_dtype": "int8"},
-    },
 )
 
 CAME = Rows(
@@ -281,7 +268,6 @@ CAME = Rows(
     CAME_DTYPES,
     with_dtypes=("published", "last-two", "everything"),
     with_sizes=("published", "last-two", "clip-skip"),
-    huge={"everything-states-int8": {**CAME_OPTIONS["everything"], "state_dtype": "int8"}},
 )
 
 LARS = Rows(
@@ -292,7 +278,6 @@ LARS = Rows(
     DTYPES,
     with_dtypes=("paper", "everything"),
     with_sizes=("paper", "everything"),
-    huge={"everything-states-int8": {**LARS_OPTIONS["everything"], "state_dtype": "int8"}},
 )
 
 CASES = (*LAMB.cases(), *CAME.cases(), *LARS.cases())

@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from bighorn.optim.settings import OF_THE_WHOLE
 from bighorn.optim.state import StateSpec
-from tests.support.case_tensors import HUGE
 from tests.support.cases import Case
 
 COMPILED = {
@@ -106,22 +105,13 @@ def covering_states(cases: Iterable[Case], *, details: bool = True) -> list[Case
 
 
 def covering(cases: Iterable[Case], *, of_kernels: bool = False) -> set[str]:
-    """Return the ids of cases that together have every trait of all.
-
-    Cases of HUGE tensors have no own traits: they are for a backend that works in pieces.
-    """
-    chosen = (case for case in cases if case.leaves is not HUGE)
-    return fewest({case.id: (traits(case, of_kernels=of_kernels), cost(case)) for case in chosen})
+    """Return the ids of cases that together have every trait of all."""
+    return fewest({case.id: (traits(case, of_kernels=of_kernels), cost(case)) for case in cases})
 
 
 def covering_pairs(cases: Iterable[Case]) -> set[str]:
-    """Return the ids of cases that together have every trait of all, and each two options of a group at once.
-
-    A tensor of HUGE is the only one that is stepped in pieces, with each of its cases.
-    """
-    cases = list(cases)
-    small = {case.id: (traits(case) | pairs(case), cost(case)) for case in cases if case.leaves is not HUGE}
-    return fewest(small) | {case.id for case in cases if case.leaves is HUGE}
+    """Return the ids of cases that together have every trait of all, and each two options of a group at once."""
+    return fewest({case.id: (traits(case) | pairs(case), cost(case)) for case in cases})
 
 
 def pairs(case: Case) -> set[tuple[object, ...]]:

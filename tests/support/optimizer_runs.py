@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, CameTelemetry, Lamb, LambTelemetry, Lars, LarsTelemetry
-from tests.support.case_tensors import HUGE, LARGE, ZOO
+from tests.support.case_tensors import LARGE, ZOO
 from tests.support.cases import BACKENDS, CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.covering_cases import cost, covering, covering_pairs
 
@@ -52,10 +52,6 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
     return loss
 
 
-LONG = {"huge-states-int8", "came-huge-everything-states-int8", "huge-states-bfloat16"}
-"""Cases of which a step of foreach takes seconds."""
-
-
 def is_short(case: Case) -> bool:
     """Whether the interpreter takes no more than some seconds for a case."""
     return case.leaves is not LARGE and cost(case) < 6
@@ -71,16 +67,13 @@ def runs(cases: Iterable[Case]) -> list[Any]:
     few = covering(cases)
     more = few | covering_pairs(cases)
     short = {case.id for case in cases if is_short(case)}
-    quick = {"cpu": more, "foreach": more - LONG, "triton": covering(cases, of_kernels=True) & short}
+    quick = {"cpu": more, "foreach": more, "triton": covering(cases, of_kernels=True) & short}
     return [
         pytest.param(
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[
-                *([pytest.mark.long] if case.leaves is HUGE else []),
-                *([pytest.mark.slow] if case.id not in quick.get(backend, few) else []),
-            ],
+            marks=[] if case.id in quick.get(backend, few) else [pytest.mark.slow],
         )
         for backend in BACKENDS
         for case in cases

@@ -1,390 +1,280 @@
-"""CAME in plain torch, for any device: the reference's mathematics on pieces of tensors of bounded size.
+"""CAME in plain torch, for any device: lists of tensors, whose matrices of one shape are added up together.
 
-Temporaries are a few pieces and the factors of one tensor, never copies of the model. The lines tagged `CAME-...`
-follow `reference/came.py`, which has the details.
+Of the temporaries only one is as large as the parameters: it is the squared gradient, the update, the squared residual
+and the weighted average in turn. The lines tagged `CAME-...` follow `reference/came.py`, which has the details.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step, one_minus_power, write
-from bighorn.kernels.bucket import Bucket, row_axis, rows_with_grad
-from bighorn.kernels.codec import NEAREST, Dither, dequantize, quantize
-from bighorn.kernels.foreach import pieces
-from bighorn.kernels.foreach.came_lists import CameGroup
-from bighorn.kernels.foreach.lists import ListStepper
-from bighorn.kernels.foreach.stacks import ALL, Index, Stack, batches, slices, stacked
+from bighorn.kernels.arithmetic import one_minus_power
+from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
+from bighorn.kernels.foreach.lists import Group, ListStepper, chosen, flat, parted, sent
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.reference import came as reference
-from bighorn.kernels.rounding import (
-    AUX_STATE,
-    dither,
-    load_weight,
-    positions,
-    random_bits,
-    rng_key,
-    spread,
-    store_weight,
-)
-from bighorn.square_sums import square_sums
+from bighorn.kernels.rounding import spread
+from bighorn.square_sums import root, square_sums
 
-Values = Callable[[Index], Tensor]
-"""A function that computes a piece of a tensor that exists only in pieces."""
+
+class Matrices(NamedTuple):
+    """Neighbours of one shape: the number of tensors, the matrices of each, and the shape of a matrix."""
+
+    tensors: int
+    of_each: int
+    height: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of all matrices as one tensor."""
+        return self.tensors * self.of_each, self.height, self.width
+
+
+class CameGroup(Group[CameOptions]):
+    """Rows that are stepped together, or this rank's shards of them. Matrices of one shape are neighbours."""
+
+    def __init__(self, bucket: Bucket[CameOptions], rows: list[int]) -> None:
+        shapes = {i: torch.Size(bucket.shards[i].shape) if bucket.shards else bucket.params[i].shape for i in rows}
+        self.without_elements = [bucket.metrics[i] for i in rows if 0 in shapes[i]]
+        if bucket.options.factor:
+            rows = sorted(rows, key=lambda i: matrix_shape(shapes[i], bucket.options.factor))
+        super().__init__(bucket, [i for i in rows if 0 not in shapes[i]])
+
+    def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
+        """Advance the averages, clip the update, and move the weights."""
+        for metrics in self.without_elements:
+            metrics.fill_(1.0)[:1].zero_()
+        if not self.rows:
+            return
+        o, t, x = self.bucket.options, self.counts(), self.weights()
+        gain = 1 - o.betas[1] if o.decay_rate is None else t**-o.decay_rate
+        arrays, u = self._memory()
+        if o.factor is None:
+            self._unfactored(u, gain, scale, apply_mask)
+        else:
+            self._fill(u, scale, apply_mask)
+            r, c, _ = yield from self._factors("exp_avg_sq", arrays, u, o.eps[0], gain, None, apply_mask)
+            self._fill(u, scale, apply_mask)
+            torch._foreach_mul_(arrays, r)
+            torch._foreach_mul_(arrays, c)  # CAME-u
+        sums = square_sums([*u, *x] if o.scale_parameter else u, self.device)
+        yield sums.view(-1)
+        rms = root(sums) / self._root_sizes.repeat(1 + o.scale_parameter)
+        excess = (rms[: len(x)] / o.clip_threshold).clamp(min=1)
+        torch._foreach_div_(u, self.each(excess))  # CAME-clip
+
+        m = self.load("exp_avg")
+        torch._foreach_mul_(m, self.unless(apply_mask, o.betas[0], 1.0))
+        torch._foreach_add_(m, u, alpha=1 - o.betas[0])  # CAME-m
+        m = self.store("exp_avg", m, t, apply_mask)
+        confidence = torch.ones_like(excess)
+        if o.factor is not None:
+            torch._foreach_sub_(u, m)
+            correction = one_minus_power(o.betas[2], t).to(self.dtype) if o.bias_correction else None
+            r, c, inverse = yield from self._factors(
+                "exp_avg_res", arrays, u, o.eps[1], 1 - o.betas[2], correction, apply_mask
+            )
+            confidence = self._mean_product(inverse)
+        torch._foreach_copy_(u, m)
+        del m
+        if o.factor is not None:
+            torch._foreach_mul_(arrays, r)
+            torch._foreach_mul_(arrays, c)
+        self.write_metrics([rms[: len(x)], 1 / excess, confidence.to(rms.dtype)], apply_mask)
+        lr = rms[len(x) :].clamp(min=o.scale_eps) * o.lr if o.scale_parameter else o.lr
+        self.subtract(x, x, lr * o.weight_decay, apply_mask)
+        self.subtract(x, u, lr, apply_mask)  # CAME-x
+        del arrays, u
+        self.store_weights(x, t, apply_mask)
+
+    @cached_property
+    def _root_sizes(self) -> Tensor:
+        """The root of the number of elements of each whole tensor."""
+        return sent([math.sqrt(shard.numel) for shard in self.shards], self.device, self.wide)
+
+    def _unfactored(
+        self, u: list[Tensor], gain: Tensor | float, scale: Tensor | float, apply_mask: Tensor | None
+    ) -> None:
+        """Advance the second moment, and compute u from it."""
+        v = self.state["exp_avg_sq"]
+        self._fill(u, scale, None)
+        torch._foreach_mul_(u, u)
+        torch._foreach_add_(u, self.bucket.options.eps[0])
+        self.blank(u, apply_mask)
+        if isinstance(gain, Tensor):
+            torch._foreach_mul_(v, self.each(chosen(apply_mask, 1 - gain, 1.0)))
+            torch._foreach_addcmul_(v, u, self.each(gain))  # CAME-v
+        else:
+            torch._foreach_mul_(v, self.unless(apply_mask, 1 - gain, 1.0))
+            torch._foreach_add_(v, u, alpha=gain)  # CAME-v
+        torch._foreach_copy_(u, v)
+        torch._foreach_sqrt_(u)
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, self.grads)  # CAME-u
+        self._scale(u, scale, apply_mask)
+
+    # ---- matrices ----------------------------------------------------------------------------------------------------
+
+    def _matrices(self, shape: tuple[int, ...], tensors: int = 1) -> Matrices:
+        return Matrices(tensors, *matrix_shape(torch.Size(shape), self.bucket.options.factor))
+
+    @cached_property
+    def boxes(self) -> list[tuple[Matrices, Matrices]]:
+        """The matrices of this rank's boxes, and of the whole tensors that they belong to."""
+        runs = itertools.groupby((shard.size, self._matrices(shard.shape)) for shard in self.shards)
+        sized = [(size, whole, len(list(run))) for (size, whole), run in runs]
+        return [(self._matrices(size, n), whole._replace(tensors=n)) for size, whole, n in sized]
+
+    @cached_property
+    def wholes(self) -> list[Matrices]:
+        """The matrices of the whole tensors."""
+        runs = itertools.groupby(self._matrices(shard.shape) for shard in self.shards)
+        return [whole._replace(tensors=len(list(run))) for whole, run in runs]
+
+    def _memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return new memory as the matrices of each shape, and as a tensor for each row, like its gradient."""
+        make = torch.zeros if any(shard.elements is not None for shard in self.shards) else torch.empty
+        arrays = [make(box.shape, dtype=self.dtype, device=self.device) for box, _ in self.boxes]
+        sizes = [box.of_each * box.height * box.width for box, _ in self.boxes]
+        rows = [
+            row
+            for array, (box, _), size in zip(arrays, self.boxes, sizes, strict=True)
+            for row in array.view(box.tensors, size).unbind()
+        ]
+        parts = [shard.unbox(row.view(shard.size)) for row, shard in zip(rows, self.shards, strict=True)]
+        return arrays, [part.view(x.shape) for part, x in zip(parts, self.x, strict=True)]
+
+    def _fill(self, parts: list[Tensor], scale: Tensor | float, apply_mask: Tensor | None) -> None:
+        """Write the scaled gradients into memory, or zeros in a step that is not applied."""
+        torch._foreach_copy_(parts, self.grads)
+        self._scale(parts, scale, apply_mask)
+
+    def _scale(self, parts: list[Tensor], scale: Tensor | float, apply_mask: Tensor | None) -> None:
+        scale = -scale if self.bucket.options.maximize else scale
+        if isinstance(scale, Tensor) or scale != 1:
+            torch._foreach_mul_(parts, scale)
+        self.blank(parts, apply_mask)
+
+    # ---- averages of rows and columns --------------------------------------------------------------------------------
+
+    def _factors(
+        self,
+        name: str,
+        arrays: list[Tensor],
+        parts: list[Tensor],
+        eps: float,
+        gain: Tensor | float,
+        correction: Tensor | None,
+        apply_mask: Tensor | None,
+    ) -> Generator[Tensor, None, tuple[list[Tensor], list[Tensor], Tensor]]:
+        """Advance the averages of rows and columns of squares; the values in `parts` become their squares.
+
+        Return r and c, which broadcast with `arrays`, and both of the whole tensors, end to end.
+        """
+        if all(shard.elements is None for shard in self.shards):
+            parts = arrays  # otherwise they have zeros for elements of other ranks
+        torch._foreach_mul_(parts, parts)
+        torch._foreach_add_(parts, eps)
+        sums = [array.sum(dim=dim) for dim in (2, 1) for array in arrays]
+        torch._foreach_mul_(sums, [1 / w.width for _, w in self.boxes] + [1 / w.height for _, w in self.boxes])
+        state = [*self.state[f"{name}_row"], *self.state[f"{name}_col"]]
+        new, old = torch.cat([each.flatten() for each in sums]), flat(state)
+        first = old if self._leads is None else old * self._leads
+        if isinstance(gain, Tensor):
+            gains = spread(torch.cat([gain, gain]).to(self.dtype), [each.numel() for each in state])
+            new = new * gains + first * (1 - gains)  # CAME-row, CAME-col, CAME-res
+        else:
+            new = new.mul_(gain).add_(first, alpha=1 - gain)  # CAME-row, CAME-col, CAME-res
+        whole = new
+        if self._leads is not None:
+            whole = torch.zeros(sum(map(math.prod, self._line_shapes)), dtype=self.dtype, device=self.device)
+            here = self._here(whole)
+            torch._foreach_copy_(
+                here, [part.view_as(line) for part, line in zip(parted(new, state), here, strict=True)]
+            )
+            yield whole
+            new = flat(here)
+        torch._foreach_copy_(state, parted(chosen(apply_mask, new, old), state))
+
+        inverse = whole.rsqrt()
+        means = self._means(self._lines(whole)[: len(self.wholes)])
+        if correction is not None:
+            means = means * spread(correction, [each.of_each for each in self.wholes for _ in range(each.tensors)])
+        roots = means.sqrt().unsqueeze(1).split_with_sizes([each.shape[0] for each in self.wholes])
+        torch._foreach_mul_(self._lines(inverse)[: len(self.wholes)], list(roots))
+        mine = inverse if self._leads is None else flat(self._here(inverse))
+        boxes = [box.shape for box, _ in self.boxes]
+        shapes = [(n, height, 1) for n, height, _ in boxes] + [(n, 1, width) for n, _, width in boxes]
+        factors = mine.split_with_sizes(list(map(math.prod, shapes)))
+        r_and_c = [factor.view(shape) for factor, shape in zip(factors, shapes, strict=True)]
+        return r_and_c[: len(boxes)], r_and_c[len(boxes) :], inverse
+
+    def _lines(self, whole: Tensor) -> list[Tensor]:
+        """Return a vector of all rows and columns as `[matrices, height]`, then `[matrices, width]`, by shape."""
+        shapes = [each.shape for each in self.wholes]
+        sizes = [(n, height) for n, height, _ in shapes] + [(n, width) for n, _, width in shapes]
+        parts = whole.split_with_sizes(list(map(math.prod, sizes)))
+        return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _means(self, lines: list[Tensor]) -> Tensor:
+        """Return the mean of each line, whose values are positive."""
+        if self.bucket.options.factor == "last_two":  # tensors may have thousands of matrices
+            return torch.cat([each.mean(dim=1) for each in lines])
+        each_line = [line for lines_of_one_shape in lines for line in lines_of_one_shape.unbind()]
+        norms = list(torch._foreach_norm(each_line, 1, dtype=self.wide))
+        torch._foreach_div_(norms, [float(len(line)) for line in each_line])
+        return torch.stack(norms).to(self.dtype)
+
+    def _mean_product(self, inverse: Tensor) -> Tensor:
+        """Return the mean of r c over each tensor, as the mean of mean(r) mean(c) over its matrices."""
+        r, c = self._means(self._lines(inverse)).chunk(2)
+        product = r * c
+        if all(each.of_each == 1 for each in self.wholes):
+            return product
+        of_shapes = product.split_with_sizes([each.shape[0] for each in self.wholes])
+        pairs = zip(of_shapes, self.wholes, strict=True)
+        return torch.cat([of_shape.view(each.tensors, each.of_each).mean(dim=1) for of_shape, each in pairs])
+
+    # ---- shards ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _overs(self) -> list[tuple[Shard, tuple[int, ...]]]:
+        """For each tensor's averages, first of rows and then of columns, its shard and the dims that they are over."""
+        axes = [row_axis(len(shard.shape), self.bucket.options.factor) for shard in self.shards]
+        rows = [(s, tuple(range(axis + 1, len(s.shape)))) for s, axis in zip(self.shards, axes, strict=True)]
+        return rows + [(shard, (axis,)) for shard, axis in zip(self.shards, axes, strict=True)]
+
+    @cached_property
+    def _line_shapes(self) -> list[list[int]]:
+        return [[1 if dim in over else n for dim, n in enumerate(shard.shape)] for shard, over in self._overs]
+
+    @cached_property
+    def _leads(self) -> Tensor | None:
+        """1 where this rank's old average counts in a sum over shards, 0 where another's does; None if not sharded."""
+        if not self.bucket.shards:
+            return None
+        lines = []
+        for shard, over in self._overs:
+            size = [1 if dim in over else n for dim, n in enumerate(shard.size)]
+            lines.append(shard.led(torch.ones(size, dtype=self.dtype, device=self.device), over).flatten())
+        return torch.cat(lines)
+
+    def _here(self, whole: Tensor) -> list[Tensor]:
+        """Return the parts of a vector of all whole rows and columns that belong to this rank's boxes."""
+        parts = whole.split_with_sizes(list(map(math.prod, self._line_shapes)))
+        lines = zip(parts, self._line_shapes, self._overs, strict=True)
+        return [shard.cut(part.view(shape), over) for part, shape, (shard, over) in lines]
 
 
 class Came(ListStepper[CameOptions], reference.Came):
     """CAME for some buckets on one device."""
 
     group = CameGroup
-
-    def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
-        super().__init__(buckets)
-        self.scratch = Scratch()
-
-    def square_sum(self) -> Tensor:
-        """Return the sum of all gradients' squares."""
-        if self.in_lists:
-            return super().square_sum()
-        grads = [grad for bucket in self.buckets for grad in bucket.grads if grad is not None]
-        parts = [part for grad in grads for part in pieces.pieces_of(grad, self.scratch.limit)]
-        return square_sums(parts, self.buckets[0].metrics.device).sum(dim=0)
-
-    def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
-        """Make one step of every bucket, as `reference.Came.step`."""
-        if self.in_lists:
-            super().step(grad_scale, apply_mask)
-            return
-        for bucket in self.buckets:
-            present = {i: bucket.params[i] for i in rows_with_grad(bucket.grads)}
-            grads = [x if grad is None else grad for x, grad in zip(bucket.params, bucket.grads, strict=True)]
-            columns = {"g": grads, "x": bucket.params, **bucket.state, "metrics": list(bucket.metrics)}
-            for rows in batches(present, self.scratch.limit, self.scratch.small):
-                Batch(bucket, columns, rows, self.scratch, grad_scale, apply_mask).step()
-            count_step(bucket.unique_steps, apply_mask)
-
-
-class Scratch:
-    """Memory that is kept from step to step, since fresh memory costs a CPU a page fault for every 4 KB.
-
-    Attributes:
-        limit: The elements of a piece, which it has memory for.
-        small: Tensors up to this size are copied together, since calls cost more than copies; others stay in place.
-    """
-
-    def __init__(self) -> None:
-        self.limit = pieces.piece_bytes() // 4
-        self.small = self.limit // 16
-        self.memory: dict[str, Tensor] = {}
-
-    def like(self, name: str, a: Tensor) -> Tensor:
-        """Return memory under a name, uninitialized, in the shape, order and dtype of `a`."""
-        strides = torch.empty_like(a, device="meta").stride()
-        memory = self.memory.get(name)
-        if memory is None or memory.numel() < a.numel() or memory.dtype != a.dtype:
-            memory = self.memory[name] = torch.empty(a.numel(), dtype=a.dtype, device=a.device)
-        return memory.as_strided(a.shape, strides)
-
-
-class Batch:
-    """One step of a single tensor, in pieces, or of several small ones together."""
-
-    def __init__(
-        self,
-        bucket: Bucket[CameOptions],
-        columns: dict[str, list[Tensor]],
-        rows: list[list[int]],
-        scratch: Scratch,
-        grad_scale: Tensor | float,
-        apply_mask: Tensor | None,
-    ) -> None:
-        o, self.counts = bucket.options, list(map(len, rows))
-        self.bucket, self.rows = bucket, [i for of_shape in rows for i in of_shape]
-        self.scratch, self.options, self.apply_mask = scratch, o, apply_mask
-        self.stacks = stacked(columns, rows, bucket.params[self.rows[0]].numel() > scratch.small)
-        self.wholes = {name: stack.whole for name, stack in self.stacks.items()}
-        self.g = self.stacks.pop("g")
-        self.dtype, self.device = compute_dtype(self.wholes["x"]), self.wholes["x"].device
-        self.grad_scale = -grad_scale if o.maximize else grad_scale
-        self.t = torch.stack([bucket.steps[i] for i in self.rows]).to(wide(self.device)) + 1
-        arrays = self.arrays(self.g.whole)
-        dims = [array.dim() - 1 for array in arrays]
-        self.axes = [row_axis(count, o.factor) - count if o.factor else -1 for count in dims]
-        self.in_blocks = "exp_avg_scale" in bucket.state
-        self.pieces: list[Index] = [(ALL,)]
-        if len(arrays) == 1:  # Quantization blocks are not divided, since they run along a row.
-            self.pieces = [(ALL, *at) for at in slices(arrays[0].shape[1:], scratch.limit, not self.in_blocks)]
-
-    def step(self) -> None:
-        """Make four passes: the second moment, the RMS of u, the average with its residual, the parameter."""
-        if self.g.whole.numel():
-            update = self.second_moment()
-            if len(self.pieces) == 1:
-                update = kept(update(self.pieces[0]))
-            rms_u = self.rms(update)
-            excess = (rms_u / self.options.clip_threshold).clamp(min=1)
-            r, c = self.confidence(update, excess)
-            mean = self.mean_of_product(r, c)
-            self.move(r, c)
-            metrics = [rms_u, 1 / excess, mean.to(rms_u.dtype)]
-        else:
-            metrics = [torch.zeros_like(self.t), torch.ones_like(self.t), torch.ones_like(self.t)]
-        table = self.wholes["metrics"]
-        write(table, torch.stack(metrics, dim=1).view(table.shape), self.apply_mask)
-        for stack in self.stacks.values():
-            if stack.copied:
-                arrays = self.arrays(stack.whole, stack)
-                torch._foreach_copy_(stack.tensors, [each for array in arrays for each in array.unbind()])
-
-    def arrays(self, whole: Tensor, stack: Stack | None = None) -> list[Tensor]:
-        """Return the part of each shape, whose dim 0 counts its tensors. For one shape this is a piece as it is."""
-        shapes = (stack or self.g).shapes
-        if len(shapes) == 1:
-            return [whole]
-        parts = whole.split_with_sizes([math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def second_moment(self) -> Values:
-        """Advance the second moment, and return a function that computes a piece of u."""
-        o = self.options
-        if o.decay_rate is None:
-            betas = self.beta_pair(o.betas[1])
-        else:
-            gain = self.t**-o.decay_rate
-            betas = (1 - gain).to(self.dtype), gain.to(self.dtype)
-        if o.factor is None:
-            v = self.wholes["exp_avg_sq"]
-            for at in self.pieces:
-                q = self.square(self.gradient(at)).add_(o.eps[0])
-                write(v[at], self.average(self.g, v[at], q, betas), self.apply_mask)  # CAME-v
-            return lambda at: torch.rsqrt(v[at], out=self.scratch.like("u", v[at])).mul_(self.gradient(at))  # CAME-u
-        r, c = self.factors("exp_avg_sq", self.gradient, betas, o.eps[0])  # CAME-row, CAME-col
-
-        def update(at: Index) -> Tensor:
-            u = self.times(self.gradient(at), r, at)
-            torch._foreach_mul_(self.arrays(u), self.parts(c, at))  # CAME-u
-            return u
-
-        return update
-
-    def confidence(self, update: Values, excess: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Advance the average and the averages of its residual, and return r and c, whose product is the confidence."""
-        o, excess = self.options, excess.to(self.dtype)
-
-        def residual(at: Index) -> Tensor:
-            u = update(at)
-            arrays = self.arrays(u)
-            torch._foreach_div_(arrays, self.each(excess, arrays))  # CAME-clip
-            return u.sub_(self.advance(at, u))
-
-        if o.factor is None:
-            for at in self.pieces:
-                residual(at)
-            arrays = self.arrays(self.g.whole)
-            r, c = torch.ones(2, len(self.rows), dtype=self.dtype, device=self.device)
-            return self.each(r, arrays), self.each(c, arrays)
-        correction = one_minus_power(o.betas[2], self.t).to(self.dtype) if o.bias_correction else None
-        return self.factors("exp_avg_res", residual, self.beta_pair(o.betas[2]), o.eps[1], correction)
-
-    def beta_pair(self, beta: float) -> tuple[Tensor, Tensor]:
-        """Return beta and 1 - beta for each tensor; in float32, the difference of tensors would be 6e-4 off."""
-        pair = [torch.full(self.t.shape, b, dtype=self.dtype, device=self.device) for b in (beta, 1 - beta)]
-        return pair[0], pair[1]
-
-    def average(self, stack: Stack, old: Tensor, new: Tensor, betas: tuple[Tensor, Tensor]) -> Tensor:
-        """Return beta old + (1 - beta) new, in the memory of `new`."""
-        olds, news = self.arrays(old, stack), self.arrays(new, stack)
-        beta, gain = (self.each(values, news) for values in betas)
-        torch._foreach_mul_(news, gain)
-        torch._foreach_addcmul_(news, olds, beta)
-        return new
-
-    def factors(
-        self, name: str, values: Values, betas: tuple[Tensor, Tensor], eps: float, correction: Tensor | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Advance the averages of rows and columns of squared values.
-
-        Return r and c of each array, whose product is 1 / sqrt(row col / mean(row)) in the shape of the parameter.
-        """
-        stacks = self.stacks[f"{name}_row"], self.stacks[f"{name}_col"]
-        averages = [torch.zeros_like(stack.whole, dtype=self.dtype) for stack in stacks]
-        rows, cols = (self.arrays(new, stack) for stack, new in zip(stacks, averages, strict=True))
-        self.add_means(values, *self.spread(rows, cols))
-        for stack, new in zip(stacks, averages, strict=True):
-            self.average(stack, stack.whole, new.add_(eps), betas)  # CAME-row, CAME-col, CAME-res
-            write(stack.whole, new, self.apply_mask)
-        means = [row.mean(dim=-1, keepdim=True) for row in rows]
-        if correction is not None:
-            torch._foreach_mul_(means, self.each(correction, means))
-        torch._foreach_sqrt_(means)
-        for new in averages:
-            new.rsqrt_()
-        torch._foreach_mul_(rows, means)
-        return self.spread(rows, cols)
-
-    def spread(self, rows: list[Tensor], cols: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return averages of rows and of columns with dims of 1 in place of those over which they are averages."""
-        r = [row.view(*row.shape, *[1] * (-axis - 1)) for row, axis in zip(rows, self.axes, strict=True)]
-        return r, [col.unsqueeze(axis) for col, axis in zip(cols, self.axes, strict=True)]
-
-    def add_means(self, values: Values, rows: list[Tensor], cols: list[Tensor]) -> None:
-        """Add the means of squared values over columns and over rows."""
-        for at in self.pieces:
-            arrays = self.arrays(self.square(values(at)))
-            sums, shares = [], []
-            for q, axis, shape in zip(arrays, self.axes, self.g.shapes, strict=True):
-                across = tuple(range(axis + 1, 0))
-                sums += [q.sum(dim=across, keepdim=True), q.sum(dim=axis, keepdim=True)]
-                shares += [1 / math.prod(shape[axis + 1 :]), 1 / shape[axis]]
-            torch._foreach_mul_(sums, shares)
-            torch._foreach_add_(self.parts(rows, at), sums[::2])
-            torch._foreach_add_(self.parts(cols, at), sums[1::2])
-
-    def advance(self, at: Index, u: Tensor) -> Tensor:
-        """Advance a piece of the average, and return it as it is (or would be) stored."""
-        beta1 = self.options.betas[0]
-        m = self.momentum(at).to(self.dtype, copy=self.apply_mask is not None)
-        m = m.mul_(beta1).add_(u, alpha=1 - beta1)  # CAME-m
-        if self.wholes["exp_avg"].dtype == self.dtype and self.apply_mask is None:
-            return m  # it was computed in place
-        rows = zip(self.in_rows("x", m), self.shifts(at), strict=False)
-        new = [quantize("exp_avg", each, self.wholes, shifts) for each, shifts in rows]
-        for name in new[0]:
-            target = self.wholes[name][at if name == "exp_avg" and not self.in_blocks else at[:2]]
-            write(target, joined([each[name] for each in new], target), self.apply_mask)
-        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in new], u).to(self.dtype)
-
-    def momentum(self, at: Index) -> Tensor:
-        """Return a piece of the average as it is stored."""
-        if not self.in_blocks:
-            return self.wholes["exp_avg"][at]
-        codes, scales = (self.in_rows(name, self.wholes[name][at[:2]]) for name in ("exp_avg", "exp_avg_scale"))
-        stored = [{"exp_avg": each, "exp_avg_scale": scale} for each, scale in zip(codes, scales, strict=True)]
-        return joined([dequantize("exp_avg", {**self.wholes, **each}) for each in stored], self.wholes["x"][at])
-
-    def in_rows(self, name: str, values: Tensor) -> list[Tensor]:
-        """Return what is encoded by itself: the rows of the tensors of each shape, or all values without blocks."""
-        return [each.flatten(0, 1) for each in self.arrays(values, self.stacks[name])] if self.in_blocks else [values]
-
-    def move(self, r: list[Tensor], c: list[Tensor]) -> None:
-        """Step the parameter, with the confidence r c; r is overwritten."""
-        o = self.options
-        lr = torch.ones_like(self.t) * o.lr
-        if o.scale_parameter:
-            lr = lr * self.rms(self.weight).clamp(min=o.scale_eps)
-        torch._foreach_mul_(r, self.each(lr.to(self.dtype), r))
-        decay = (lr * o.weight_decay).to(self.dtype)
-        for at in self.pieces:
-            target = self.wholes["x"][at]
-            x = load_weight(target, self.beside(at))
-            if x is target and self.apply_mask is not None:
-                x = x.clone()
-            arrays = self.arrays(x)
-            torch._foreach_addcmul_(arrays, arrays, self.each(decay, arrays), value=-1)
-            m = self.times(self.momentum(at).to(self.dtype), r, at)
-            torch._foreach_addcmul_(arrays, self.arrays(m), self.parts(c, at), value=-1)  # CAME-x
-            if x is not target:
-                for name, value in store_weight(x, target.dtype, o.weight_rounding, self.bits(at)).items():
-                    write(self.wholes[name][at], value, self.apply_mask)
-
-    def weight(self, at: Index) -> Tensor:
-        """Return the values that a piece of the parameter stands for; the piece itself if no conversion is needed."""
-        return load_weight(self.wholes["x"][at], self.beside(at))
-
-    def beside(self, at: Index) -> dict[str, Tensor]:
-        """Return a piece of the parameter's aux state."""
-        return {name: self.wholes[name][at] for name in AUX_STATE[self.options.weight_rounding]}
-
-    def shifts(self, at: Index) -> Iterator[Dither]:
-        """Return the dither of a piece, for each of `in_rows`."""
-        if not self.options.packed:
-            return itertools.repeat(NEAREST)
-        return iter(self.in_rows("x", dither(*self.positions(at)).view(self.wholes["x"][at].shape)))
-
-    def bits(self, at: Index) -> Tensor | None:
-        """Return random bits for a piece, if its rounding mode uses any."""
-        if self.options.weight_rounding != "stochastic":
-            return None
-        return random_bits(*self.positions(at)).view(self.wholes["x"][at].shape)
-
-    def positions(self, at: Index) -> tuple[Tensor | int, Tensor, Tensor]:
-        """Return the arguments of `random_bits` for the elements of a piece."""
-        keys = [rng_key(self.options.rounding_seed, self.bucket.param_ids[i]) for i in self.rows]
-        firsts = [self.bucket.row_offsets[i] for i in self.rows]
-        if len(self.rows) == 1:
-            whole, piece = self.g.whole.shape[1:], self.g.whole[at].shape[1:]
-            index = positions(piece, [along.start or 0 for along in at[1:]], whole, self.device) + firsts[0]
-            return keys[0], self.t, index
-        sizes = [tensor.numel() for tensor in self.g.tensors]
-        each = [torch.arange(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
-        return spread(torch.tensor(keys), sizes), spread(self.t, sizes), torch.cat(each)
-
-    def gradient(self, at: Index) -> Tensor:
-        """Return a piece of the gradient as the equations use it; it can be the gradient itself, so it is read-only."""
-        g = self.g.whole[at].to(self.dtype)
-        if isinstance(self.grad_scale, float) and self.grad_scale == 1:
-            return g
-        return torch.mul(g, self.grad_scale, out=self.scratch.like("gradient", g))
-
-    def rms(self, values: Values) -> Tensor:
-        """Return the root of the mean square of each tensor, in the widest dtype."""
-        means = torch.zeros_like(self.t)
-        for at in self.pieces:
-            arrays = self.arrays(self.square(values(at)))
-            sums = torch.cat([q.flatten(1).mean(dim=1) for q in arrays]).to(self.t.dtype)
-            means.add_(sums, alpha=sum(q.numel() for q in arrays) / self.g.whole.numel())
-        return means.sqrt()
-
-    def square(self, a: Tensor) -> Tensor:
-        """Return the squares of a piece, which the next call overwrites."""
-        return torch.mul(a, a, out=self.scratch.like("square", a))
-
-    def times(self, a: Tensor, r: list[Tensor], at: Index) -> Tensor:
-        """Return a piece times its part of r, which the next call overwrites."""
-        product = self.scratch.like("u", a)
-        if len(r) == 1:
-            torch.mul(self.arrays(a)[0], self.parts(r, at)[0], out=self.arrays(product)[0])
-        else:
-            torch._foreach_mul_(self.arrays(product.copy_(a)), r)
-        return product
-
-    def parts(self, factors: list[Tensor], at: Index) -> list[Tensor]:
-        """Return the parts of the factors of each array that belong to a piece."""
-        return [part(factors[0], at)] if len(factors) == 1 else factors
-
-    def each(self, values: Tensor, arrays: list[Tensor]) -> list[Tensor]:
-        """Return one value per tensor in shapes that can be multiplied with the arrays."""
-        of_shapes = values.split_with_sizes(self.counts)
-        return [of.view(-1, *[1] * (array.dim() - 1)) for of, array in zip(of_shapes, arrays, strict=True)]
-
-    def mean_of_product(self, r: list[Tensor], c: list[Tensor]) -> Tensor:
-        """Return the mean of r c over each tensor, as the mean of mean(r) mean(c) over its matrices."""
-        if self.options.factor is None:
-            return torch.ones_like(self.t)
-        means = []
-        for row, col, axis in zip(r, c, self.axes, strict=True):
-            of_rows = row.mean(dim=axis, keepdim=True)
-            product = (of_rows * col.mean(dim=tuple(range(axis + 1, 0)), keepdim=True)).flatten(1)
-            means.append(product.mean(dim=1) if product.shape[1] > 1 else product[:, 0])
-        return torch.cat(means)
-
-
-def part(a: Tensor, at: Index) -> Tensor:
-    """Return the part of an array that belongs to a piece of the parameter; dims of the array may be 1 instead."""
-    return a[tuple(ALL if size == 1 else index for index, size in zip(at, a.shape, strict=True))]
-
-
-def joined(values: list[Tensor], like: Tensor) -> Tensor:
-    """Return the values of all arrays as one tensor in the shape of `like`."""
-    return values[0].reshape(like.shape) if len(values) == 1 else torch.cat([each.flatten() for each in values])
-
-
-def kept(value: Tensor) -> Values:
-    """Return a function that returns the only piece of a tensor."""
-    return lambda _: value

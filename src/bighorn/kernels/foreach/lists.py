@@ -1,4 +1,4 @@
-"""Rows on an accelerator: lists of whole tensors in few calls, as in torch's own foreach optimizers.
+"""Lists of tensors in few calls, as in torch's own foreach optimizers.
 
 A call costs the host as much for a thousand tensors as for one, so rows are stepped together, in groups whose
 temporaries are bounded. The optimizer adds the arithmetic of a group, which is the same for shards.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bighorn.capabilities import wide
-from bighorn.kernels.arithmetic import compute_dtype, count_step
+from bighorn.kernels.arithmetic import compute_dtype
 from bighorn.kernels.bucket import Bucket, Shard, rows_with_grad
 from bighorn.kernels.codec import (
     BLOCK,
@@ -46,6 +46,9 @@ from bighorn.square_sums import square_sums
 GROUP_BYTES = 1 << 30
 """The temporaries of a group beside those of its largest tensor: a larger model is stepped in several groups."""
 
+CACHED_BYTES = 1 << 24
+"""The same on a CPU, whose cache holds them; calls cost it little."""
+
 
 def temporary_bytes(bucket: Bucket[Options]) -> int:
     """Return the temporaries of an element in a step, which `tests/device/test_counts.py` measures."""
@@ -61,14 +64,15 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
     return 14 if m.dtype == torch.float16 else 12
 
 
-def group_rows(bucket: Bucket[Options]) -> Iterator[list[int]]:
+def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[int]]:
     """Yield the rows of each group. A shard counts as its whole tensor, so that the groups are alike on all ranks."""
     rows: list[int] = []
+    limit = CACHED_BYTES if bucket.metrics.device.type == "cpu" else GROUP_BYTES
     total = largest = 0
-    for i in rows_with_grad(bucket.grads):
+    for i in among:
         shape = bucket.shards[i].shape if bucket.shards else bucket.params[i].shape
         size = math.prod(scales_shape(shape)) * BLOCK if bucket.options.blocks else math.prod(shape)
-        if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > GROUP_BYTES:
+        if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > limit:
             yield rows
             rows, total, largest = [], 0, 0
         rows.append(i)
@@ -288,23 +292,17 @@ class Group(Generic[Options]):
         return sent(firsts, self.device), sent(starts, self.device)
 
 
-def on_accelerator(device: torch.device) -> bool:
-    """Whether a device is stepped in lists of whole tensors, not in pieces for a CPU's cache."""
-    return device.type != "cpu"
-
-
 class ListStepper(Stepper[Options]):
-    """An algorithm for some buckets: on an accelerator in groups; a subclass adds what a CPU does."""
+    """An algorithm for some buckets on one device, in groups."""
 
     group: type[Group[Options]]
 
     def refresh(self) -> None:
         """Make the groups of all rows."""
-        self.in_lists = on_accelerator(self.buckets[0].metrics.device)
-        self.groups = [self._groups(bucket) for bucket in self.buckets] if self.in_lists else []
+        self.groups = [self._groups(bucket, range(len(bucket.params))) for bucket in self.buckets]
 
-    def _groups(self, bucket: Bucket[Options]) -> list[Group[Options]]:
-        return [self.group(bucket, rows) for rows in group_rows(bucket)]
+    def _groups(self, bucket: Bucket[Options], among: Sequence[int]) -> list[Group[Options]]:
+        return [self.group(bucket, rows) for rows in group_rows(bucket, among)]
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares."""
@@ -318,13 +316,12 @@ class ListStepper(Stepper[Options]):
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """Make one step of shards, as `reference.Stepper.sharded_step`."""
-        if not self.in_lists:
-            yield from super().sharded_step(grad_scale, apply_mask)
-            return
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
-            for group in groups if None not in bucket.grads else self._groups(bucket):
-                yield from group.step(grad_scale, apply_mask)
-            count_step(bucket.unique_steps, apply_mask)
+            rows = rows_with_grad(bucket.grads)
+            for group in groups if len(rows) == len(bucket.params) else self._groups(bucket, rows):
+                scale = grad_scale.to(group.dtype) if isinstance(grad_scale, Tensor) else grad_scale
+                yield from group.step(scale, apply_mask)
+        self._count(apply_mask)  # after all buckets: parameters of several may share the count of a flat tensor
 
 
 class Parts(list[Tensor]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -389,6 +390,7 @@ def test_order_params() -> None:
     with pytest.warns(UserWarning, match="mean nothing there: lr"):
         optim = Lamb([*groups, {"order_params": [second, first], "lr": 0.5}], 0.1)
     assert [group["lr"] for group in optim.param_groups] == [0.1, 0.1]
+    assert [param.shape for param in copy.deepcopy(optim).parameters] == [second[1].shape, first[1].shape]
 
 
 def test_it_is_ours_underneath() -> None:

@@ -302,56 +302,6 @@ def test_relative_step() -> None:
         Came(params)
 
 
-# ---- order_params -------------------------------------------------------------------------------------------------
-
-
-def test_order_params_orders_what_is_visited() -> None:
-    a, b = weights()
-    c = Parameter(torch.ones(2, 3))
-    ordered: dict[str, Any] = {"order_params": [("c", c), b, a]}
-    optimizer = Lamb([{"params": [("a", a), ("c", c)]}, {"params": [("b", b)]}, ordered])
-    assert len(optimizer.param_groups) == 2
-    step([a, b, c], optimizer, 0)
-    assert optimizer.telemetry().names == ("c", "b", "a")
-    assert copy.deepcopy(optimizer)._order == optimizer._order == [(0, 1), (1, 0), (0, 0)]
-    late = Parameter(torch.ones(2))
-    optimizer.add_param_group({"params": [("late", late)]})
-    step([a, b, c, late], optimizer, 1)
-    assert optimizer.telemetry().names == ("c", "b", "a", "late")
-
-
-def test_order_params_changes_no_result() -> None:
-    def make(params: list[Parameter]) -> Lamb:
-        return Lamb([{"params": params}, {"order_params": params[::-1]}], lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
-
-    plain = trained(3, lambda params: Lamb(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0))
-    for ours, theirs in zip(trained(3, make), plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_order_params_is_checked() -> None:
-    a, b = weights()
-    both: list[dict[str, Any]] = [{"params": [a]}, {"params": [b]}]
-    for ordered, error, message in (
-        ([a], ValueError, "every parameter.*1 of the groups' 2"),
-        ([a, b, Parameter(torch.ones(1))], ValueError, "1 are in no group"),
-        ([a, b, a], ValueError, "twice"),
-        ([a, 3], TypeError, "must hold the parameters"),
-        (None, TypeError, "order_params must be parameters"),
-        (a, TypeError, r"order_params must be a list, not a Parameter: pass \[tensor\]"),
-        ({a, b}, TypeError, "order_params must be ordered"),
-    ):
-        with pytest.raises(error, match=message):
-            Lamb([*both, {"order_params": ordered}])
-    with pytest.raises(ValueError, match="given 2 times"):
-        Lamb([*both, {"order_params": [a, b]}, {"order_params": [b, a]}])
-    with pytest.warns(UserWarning, match="mean nothing there: lr") as caught:
-        Lamb([*both, {"order_params": [a, b], "lr": 0.1}])
-    assert caught[0].filename == __file__
-    with pytest.raises(ValueError, match="constructor"):
-        Lamb(both).add_param_group({"order_params": [a, b]})
-
-
 def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> None:
     """The k-th step takes the k-th value, as if they had been given to the constructor."""
 

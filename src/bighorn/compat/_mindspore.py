@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 import bighorn
 from bighorn.arguments import Check, about, flag, hint, is_real, number
+from bighorn.names import listed
 from bighorn.schedules import Values
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
@@ -49,10 +51,10 @@ def check_params(params: Any) -> list[Any]:
     """Return parameters, (name, parameter) pairs or groups in a list; each group is checked when it is added."""
     if isinstance(params, (str, Mapping, set, Parameter)) or not isinstance(params, Iterable):
         raise TypeError(f"params must be a list of parameters or of groups, not {type(params).__name__}")
-    listed = list(params)
-    if all(isinstance(item, dict) for item in listed):
-        return listed
-    for i, item in enumerate(listed):
+    items = list(params)
+    if all(isinstance(item, dict) for item in items):
+        return items
+    for i, item in enumerate(items):
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             item = item[1]
         if not isinstance(item, Parameter):
@@ -60,7 +62,55 @@ def check_params(params: Any) -> list[Any]:
                 f"params[{i}] must be a torch.nn.Parameter or a (name, Parameter) pair, or all of params groups, "
                 f"not {type(item).__name__}"
             )
-    return listed
+    return items
+
+
+def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
+    """Return parameters or groups without the dict of `order_params`, and the tensors in the order of that dict.
+
+    Raises:
+        TypeError: There is no list of parameters, or `order_params` holds something that is not a tensor.
+        ValueError: There are two such dicts, or `order_params` holds a tensor twice.
+    """
+    params = listed(params)
+    orders = [group for group in params if isinstance(group, dict) and "order_params" in group]
+    if not orders:
+        return params, None
+    if len(orders) > 1:
+        raise ValueError(f"order_params is given {len(orders)} times: one dict among the groups orders all of them")
+    ignored = [str(key) for key in orders[0] if key != "order_params"]
+    if ignored:
+        warnings.warn(
+            f"the group with order_params has other keys too, which mean nothing there: {', '.join(ignored)}",
+            stacklevel=5,
+        )
+    ordered = listed(orders[0]["order_params"], "order_params")
+    tensors = [item[1] if isinstance(item, tuple) else item for item in ordered]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"order_params must hold the parameters of the other groups, not {tensor!r}")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("order_params names a parameter twice: each one must be there once")
+    return [group for group in params if group is not orders[0]], tensors
+
+
+def order_indices(ordered: list[Tensor] | None, groups: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the indices of the ordered tensors in the groups.
+
+    Raises:
+        ValueError: The tensors are not exactly the parameters of the groups.
+    """
+    if ordered is None:
+        return []
+    found = {id(param): (i, j) for i, group in enumerate(groups) for j, param in enumerate(group["params"])}
+    if {id(tensor) for tensor in ordered} != found.keys():
+        strangers = sum(id(tensor) not in found for tensor in ordered)
+        raise ValueError(
+            f"order_params must name every parameter of the other groups and no others: of its {len(ordered)}, "
+            f"{strangers} are in no group, and "
+            f"{len(found) - len(ordered) + strangers} of the groups' {len(found)} are not among them"
+        )
+    return [found[id(tensor)] for tensor in ordered]
 
 
 def _converted(group: dict[str, Any], most_decay: float = math.inf) -> dict[str, Any]:
@@ -91,12 +141,23 @@ class MindSporeOptimizer(Optimizer):
         _scheduled: list[dict[str, Any]]
         _is_share: bool
 
-        def in_order(self) -> list[Tensor]: ...
+    _order: Sequence[tuple[int, int]] = ()
+    """The indices of the parameters of `order_params` in the groups. Steps have the order of the groups."""
+
+    def __init__(self, params: Any, *arguments: Any, **options: Any) -> None:
+        params, ordered = split_order(params)
+        super().__init__(params, *arguments, **options)
+        self._order = order_indices(ordered, self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_order": self._order}
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """All parameters, in the order of the gradients of a call: that of `order_params`, if given."""
-        return tuple(self.in_order())
+        first = [self.param_groups[index]["params"][position] for index, position in self._order]
+        known = set(map(id, first))
+        return (*first, *(p for group in self.param_groups for p in group["params"] if id(p) not in known))
 
     def get_lr(self) -> float | tuple[float, ...]:
         """Return the learning rate of the next step: one number, or one for each of `parameters` if groups differ."""
@@ -121,6 +182,8 @@ class MindSporeOptimizer(Optimizer):
             ValueError: An unknown key, a value out of range, or an `lr` with more or fewer values than another one.
         """
         with about(f"group {len(self.param_groups)}"):
+            if "order_params" in param_group:
+                raise ValueError("order_params belongs among the groups that the constructor is given")
             if not self._is_share:  # the groups of a rank's share are complete ones of ours
                 param_group = _converted(param_group, self.MOST_DECAY)
                 self._refuse_repeated(param_group.get("params", ()))

@@ -17,7 +17,7 @@ from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, ParamTraits, Variant
 from bighorn.optim.entry import Entry
 from bighorn.optim.flat_tensors import fragments
-from bighorn.optim.param_groups import Order, label_of
+from bighorn.optim.param_groups import label_of
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import whole_view
 
@@ -28,10 +28,8 @@ CENTRED_FROM = {False: math.inf, True: 2, "conv": 3}
 """The fewest dims of a tensor that `grad_centralization` centres."""
 
 
-def parameters(groups: list[Group], order: Order) -> Iterator[tuple[int, int, Tensor]]:
-    """Return every parameter with its group and parameter index, in the order in which a step visits them."""
-    if order:
-        return ((index, position, groups[index]["params"][position]) for index, position in order)
+def parameters(groups: list[Group]) -> Iterator[tuple[int, int, Tensor]]:
+    """Return every parameter with its group and parameter index."""
     return (
         (index, position, param) for index, group in enumerate(groups) for position, param in enumerate(group["params"])
     )

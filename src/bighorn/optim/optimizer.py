@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
+from bighorn.names import listed
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import check_agreement
 from bighorn.optim.algorithm import Algorithm, Group, Variant
@@ -35,7 +36,6 @@ from bighorn.optim.checkpointing import (
 )
 from bighorn.optim.entries import Indices, check_backend, entries_of, parameters
 from bighorn.optim.entry import Entry
-from bighorn.optim.param_groups import Order
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.replaced_params import GivenParams, adopted, replaced
@@ -94,7 +94,6 @@ class KernelOptimizer(Reports):
     _default_schedules: dict[str, Any]
     _scheduled: list[ScheduledOptions]
     """The scheduled options of each group."""
-    _order: Order
     _guard: OptionGuard
     _plans: PlanCache
     _flat: list[FlatParams | None]
@@ -133,10 +132,9 @@ class KernelOptimizer(Reports):
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         if asked := checks.asked_for(unknown, OFF_IS_OURS):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
-        params, ordered = param_groups.split_order(params)
-        params = param_groups.in_lists(params)
+        params = param_groups.in_lists(listed(params))
         self._settings = Settings.of(arguments, params)
-        self._scheduled, self._order, self._flat, self._given, self._firsts = [], [], [], [], []
+        self._scheduled, self._flat, self._given, self._firsts = [], [], [], []
         self._is_share = partial
         self._forget()
         if not params:
@@ -146,7 +144,6 @@ class KernelOptimizer(Reports):
         self._default_schedules = {name: checked[name] for name in SCHEDULED if callable(checked.get(name))}
         checked |= {name: value_at(name, schedule, 0) for name, schedule in self._default_schedules.items()}
         super().__init__(params, checked)
-        self._order = param_groups.order_indices(ordered, self.param_groups)
         if not partial:
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
             names += [param.name for held in self._flat if held is not None for param in held.params]
@@ -205,8 +202,6 @@ class KernelOptimizer(Reports):
         self._flat.append(flat)
         self._given.append(list(group["params"]))
         self._firsts, self._groups = self._first_ids(), self.param_groups
-        if self._order:
-            self._order += [(len(self.param_groups) - 1, position) for position in range(len(tensors))]
         self._forget_plans()
 
     # ---- the step -----------------------------------------------------------------------------------------
@@ -353,7 +348,7 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        settings, params = self._settings, self.in_order()
+        settings, params = self._settings, self._params()
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
@@ -441,7 +436,7 @@ class KernelOptimizer(Reports):
     def _of_groups(self, indices: tuple[int, ...]) -> Any:
         """Return an optimizer of some groups, which shares their options and state with this one."""
         part = type(self).__new__(type(self))
-        part.__dict__.update(self.__dict__, _groups=self.param_groups, _order=[], _agreed=False)
+        part.__dict__.update(self.__dict__, _groups=self.param_groups, _agreed=False)
         for name in ("_scheduled", "_flat", "_given", "_firsts"):
             setattr(part, name, [getattr(self, name)[index] for index in indices])
         part._forget()
@@ -458,7 +453,7 @@ class KernelOptimizer(Reports):
             if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
                 self._forget_plans()
             if not self._agreed:
-                if any(self._flat) or sharding.any_distributed(self.in_order()):
+                if any(self._flat) or sharding.any_distributed(self._params()):
                     entries = self._entries(self.param_groups)
                     check_agreement(entries, self.param_groups, self.algorithm.options, self._settings)
                 self._agreed = True
@@ -486,7 +481,7 @@ class KernelOptimizer(Reports):
         built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
         schedule = schedule or self._begin()
         if not begun and (parts is not None or indices is not None):
-            self._plans.begin_parts(self.in_order())
+            self._plans.begin_parts(self._params())
         try:
             if any(self._flat):
                 flat_tensors.check_grads(self.param_groups, self._flat)
@@ -544,17 +539,15 @@ class KernelOptimizer(Reports):
     def _init_state(self, entry: Entry, dense: Tensor) -> dict[str, Any]:
         return init_or_validate_state(entry.param, dense, entry.spec, self.state.get(entry.param, {}), entry.label)
 
-    def in_order(self) -> list[Tensor]:
-        """Return every parameter in the order in which a step visits them: that of `order_params`, if given."""
-        if self._order:
-            return [param for _, _, param in parameters(self.param_groups, self._order)]
+    def _params(self) -> list[Tensor]:
+        """Return every parameter, in the order in which a step visits them."""
         return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
 
     def _indices(self) -> Indices:
-        return {id(param): (index, position) for index, position, param in parameters(self.param_groups, self._order)}
+        return {id(param): (index, position) for index, position, param in parameters(self.param_groups)}
 
     def _entries(self, groups: list[Group]) -> Iterator[Entry]:
-        return entries_of(parameters(groups, self._order), groups, self._flat, self.algorithm, self._settings)
+        return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
         self._guard, self._begun, self._partial, self._lock = OptionGuard(), None, {}, threading.RLock()
@@ -567,7 +560,7 @@ class KernelOptimizer(Reports):
 
     def __getstate__(self) -> dict[str, Any]:
         # The groups hold the names; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_order", "_flat", "_prefix")}
+        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_flat", "_prefix")}
         return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

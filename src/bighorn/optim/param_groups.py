@@ -7,7 +7,6 @@ keeps there; it is kept, saved and loaded, as torch does with all keys.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,15 +16,11 @@ from torch import Tensor
 
 from bighorn.arguments import NOT_OURS, OF_SGD, asked_for, brief, checked, integer, misspells, number, refuse_unknown
 from bighorn.distributed import sharding
-from bighorn.names import common_prefix, listed, named, names_of, unwrapped
+from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
-
-Order = list[tuple[int, int]]
-"""The indices of each parameter in the order that `order_params` gives; empty for the order of the groups."""
-
 
 LABELS = ("params", "param_names", "name")
 """Keys that are not options: those of torch, and the label that users give a group."""
@@ -119,8 +114,6 @@ def joining(
     """
     if not isinstance(given, dict):
         raise TypeError(f"a parameter group must be a dict, not {type(given).__name__}")
-    if "order_params" in given:
-        raise ValueError("order_params belongs among the groups that the constructor is given")
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
@@ -280,51 +273,3 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
         return {**group, **checked(algorithm.options, group)}
     except (TypeError, ValueError) as error:
         raise ValueError(f"the loaded param_groups[{index}] cannot be used: {error}") from None
-
-
-def split_order(params: Any) -> tuple[Any, list[Tensor] | None]:
-    """Return parameters or groups without the dict of `order_params`, and the tensors in the order of that dict.
-
-    Raises:
-        TypeError: There is no list of parameters, or `order_params` holds something that is not a tensor.
-        ValueError: There are two such dicts, or `order_params` holds a tensor twice.
-    """
-    params = listed(params)
-    orders = [group for group in params if isinstance(group, dict) and "order_params" in group]
-    if not orders:
-        return params, None
-    if len(orders) > 1:
-        raise ValueError(f"order_params is given {len(orders)} times: one dict among the groups orders all of them")
-    ignored = [str(key) for key in orders[0] if key != "order_params"]
-    if ignored:
-        warnings.warn(
-            f"the group with order_params has other keys too, which mean nothing there: {', '.join(ignored)}",
-            stacklevel=6,
-        )
-    ordered = listed(orders[0]["order_params"], "order_params")
-    tensors = [item[1] if isinstance(item, tuple) else item for item in ordered]
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"order_params must hold the parameters of the other groups, not {tensor!r}")
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ValueError("order_params names a parameter twice: each one must be there once")
-    return [group for group in params if group is not orders[0]], tensors
-
-
-def order_indices(ordered: list[Tensor] | None, groups: list[dict[str, Any]]) -> Order:
-    """Return the indices of the ordered tensors in the groups.
-
-    Raises:
-        ValueError: The tensors are not exactly the parameters of the groups.
-    """
-    if ordered is None:
-        return []
-    found = {id(param): (i, j) for i, group in enumerate(groups) for j, param in enumerate(group["params"])}
-    if {id(tensor) for tensor in ordered} != found.keys():
-        strangers = sum(id(tensor) not in found for tensor in ordered)
-        raise ValueError(
-            f"order_params must name every parameter of the other groups and no others: of its {len(ordered)}, "
-            f"{strangers} are in no group, and "
-            f"{len(found) - len(ordered) + strangers} of the groups' {len(found)} are not among them"
-        )
-    return [found[id(tensor)] for tensor in ordered]

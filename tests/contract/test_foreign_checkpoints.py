@@ -75,29 +75,6 @@ def pytorch_optimizer(kind: str, **options: Any) -> Callable[[list[dict[str, Any
     return make
 
 
-class LightlyLars(torch.optim.Optimizer):
-    """The formula of lightly 1.6.0, utils/lars.py, with dampening 0."""
-
-    def __init__(self, params: Any) -> None:
-        options = {"momentum": 0.9, "weight_decay": 0.0, "nesterov": True, "trust_coefficient": 0.3, "eps": 1e-8}
-        super().__init__(params, {"lr": 0.1, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for p in group["params"]:
-                d_p, decay = p.grad, group["weight_decay"]
-                p_norm, g_norm = p.norm(), p.grad.norm()
-                if decay != 0 and p_norm != 0 and g_norm != 0:
-                    ratio = group["trust_coefficient"] * p_norm / (g_norm + decay * p_norm + group["eps"])
-                    d_p = (d_p + decay * p) * ratio
-                state = self.state[p]
-                before = state.get("momentum_buffer")
-                state["momentum_buffer"] = d_p.clone() if before is None else before * group["momentum"] + d_p
-                p.sub_(group["lr"] * (d_p + group["momentum"] * state["momentum_buffer"]))
-
-
 ADAMW: dict[str, Any] = {"adam": True, "decay_mode": "decoupled"}
 ADAM: dict[str, Any] = {"adam": True, "decay_mode": "l2"}
 
@@ -166,17 +143,6 @@ RUNS = (
             "made, of which one is counted",
         ),
         absent=peer_formulas.TIMM_ABSENT,
-        counted=1,
-    ),
-    Run(
-        "lightly-lars",
-        "lightly's LARS",
-        LightlyLars,
-        kind=Lars,
-        says=(
-            "its state means lr_in_momentum=False, always_adapt=False. Note: checkpoints of lightly's LARS do not tell "
-            "the steps that it has made, of which one is counted",
-        ),
         counted=1,
     ),
     Run(

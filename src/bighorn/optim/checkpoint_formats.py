@@ -246,17 +246,6 @@ FORMATS = (
         unsaved="the steps that it has made, of which one is counted",
     ),
     Format(
-        name="lightly's LARS",  # and that of lightning-bolts, from which it comes
-        algorithm="lars",
-        marks=frozenset({"lr", "momentum", "weight_decay", "nesterov", "trust_coefficient", "eps"}),
-        evidence=lambda state: "momentum_buffer" in state,
-        refused={("dampening", True): "Bighorn's momentum adds the whole gradient; load the model alone"},
-        implied={"denominator": ("sum",), "trust_clip": (False,), "maximize": (False,)},
-        adds={"lr_in_momentum": False, "always_adapt": False},
-        uncounted={"momentum_buffer": "exp_avg"},
-        unsaved="the steps that it has made, of which one is counted",
-    ),
-    Format(
         name="came-pytorch's CAME",
         algorithm="came",
         marks=_CAME,

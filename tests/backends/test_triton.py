@@ -263,21 +263,21 @@ GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this
 
 @compiled
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS) == "it is on cpu, not on a GPU"
+    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS, None) == "it is on cpu, not on a GPU"
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert lamb.Lamb.unsupported_reason(GPU, OPTIONS) is None
-    assert lamb.Lamb.unsupported_reason(GPU.double(), OPTIONS) is None
-    assert "decoded to float32" in str(lamb.Lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True)))
-    assert lamb.Lamb.unsupported_reason(GPU.int(), OPTIONS) == "its dtype is torch.int32"
-    assert lamb.Lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan")) is None
+    assert lamb.Lamb.unsupported_reason(GPU, OPTIONS, None) is None
+    assert lamb.Lamb.unsupported_reason(GPU.double(), OPTIONS, None) is None
+    assert "decoded to float32" in str(lamb.Lamb.unsupported_reason(GPU.double(), replace(OPTIONS, blocks=True), None))
+    assert lamb.Lamb.unsupported_reason(GPU.int(), OPTIONS, None) == "its dtype is torch.int32"
+    assert lamb.Lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan"), None) is None
     long = torch.empty(2, 2**31, device="meta")
-    assert "32 bits" in str(lamb.Lamb.unsupported_reason(long, replace(OPTIONS, blocks=True)))
+    assert "32 bits" in str(lamb.Lamb.unsupported_reason(long, replace(OPTIONS, blocks=True), None))
     for rare in ({"cautious": True}, {"second_moment": "amsgrad"}):
         name, reason = kernels.pick("auto", GPU, replace(OPTIONS, **rare))
         assert (name, "has no compiled kernel" in reason) == ("foreach", True)
     monkeypatch.setattr(device, "broken", lambda _: "Triton 2.0.0 is older than 3.3")
-    assert "older" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS))
+    assert "older" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS, None))
     kernels._warn_of.cache_clear()
     with pytest.warns(UserWarning, match=r"without Triton's kernels.* Triton 2\.0\.0 is older than 3\.3"):
         picked = kernels.pick("auto", GPU, OPTIONS)
@@ -339,8 +339,8 @@ def test_a_triton_that_is_missing_old_or_without_driver_is_explained(monkeypatch
 
 @interpreted
 def test_the_interpreter_serves_the_cpu_alone() -> None:
-    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS) is None
-    assert "unset it" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS))
+    assert lamb.Lamb.unsupported_reason(CPU, OPTIONS, None) is None
+    assert "unset it" in str(lamb.Lamb.unsupported_reason(GPU, OPTIONS, None))
 
 
 PROGRAM = """

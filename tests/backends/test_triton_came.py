@@ -181,8 +181,8 @@ GPU = torch.zeros(70, 70, 3, 3, device="meta")  # represents a tensor on a devic
 def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
-    assert came.Came.unsupported_reason(GPU, OPTIONS) is None
-    assert came.Came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two")) is None
-    assert came.Came.unsupported_reason(GPU, OPTIONS) is None
+    assert came.Came.unsupported_reason(GPU, OPTIONS, None) is None
+    assert came.Came.unsupported_reason(GPU[0], replace(OPTIONS, factor="last_two"), None) is None
+    assert came.Came.unsupported_reason(GPU, OPTIONS, None) is None
     name, reason = kernels.pick("auto", GPU, replace(OPTIONS, factor="last_two"))
     assert (name, "4900 matrices of 3 x 3 are too many" in reason) == ("foreach", True)

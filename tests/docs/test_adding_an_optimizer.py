@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import bighorn
+from bighorn import kernels
 from bighorn.kernels.cpu import library
 from tests.support.processes import LIMIT
 
@@ -66,6 +67,13 @@ def applied_to(package: Path) -> int:
     }
     for path, text in new.items():
         (package / path).write_text(text)
+    for backend in kernels.BACKENDS:
+        line = f"from bighorn.kernels.{backend}.lars import Lars\n"
+        edit(
+            package / "kernels" / backend / "__init__.py",
+            (line, f"{line}from bighorn.kernels.{backend}.lion import Lion\n"),
+            ('"lars": Lars}', '"lars": Lars, "lion": Lion}'),
+        )
     line = "from bighorn.optim.lars import Lars, LarsTelemetry\n"
     edit(
         package / "__init__.py",

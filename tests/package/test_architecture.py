@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scaling": {"arguments", "capabilities", "deferred", "distributed"},
     "distributed": {"capabilities", "deferred", "kernels"},
     "offloading": {"arguments", "distributed", "kernels", "offloading", "square_sums"},
-    "compat": {"arguments", "bighorn", "compat", "schedules"},
+    "compat": {"arguments", "bighorn", "compat", "names", "schedules"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
 """The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""

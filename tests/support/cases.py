@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars, kernels
+from bighorn.kernels import LambOptions
 from bighorn.optim.came import CameAlgorithm
 from bighorn.optim.lamb import LambAlgorithm
 from bighorn.optim.lars import LarsAlgorithm
@@ -38,10 +39,7 @@ KINDS: tuple[Kind, ...] = (Lamb, Came, Lars)
 
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
-RARE: Mapping[str, object] = {"cautious": True, "second_moment": "amsgrad"}
-"""The options that compiled backends leave to others."""
-
-LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": RARE, "triton": RARE}
+LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": LambOptions.rare, "triton": LambOptions.rare}
 """The options, with their values, that a backend leaves to others."""
 
 

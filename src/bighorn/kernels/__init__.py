@@ -1,22 +1,20 @@
 """The backends, and the only module that determines which of them work on this machine.
 
-A backend is a package with one module per algorithm, which has the algorithm's name and a class of that name. The class
-is instantiated with buckets when tensors change, and then steps them. `bucket.py` describes its input, and `reference`
-computes the expected result.
+A backend is a package whose `ALGORITHMS` has a class for each algorithm. The class is instantiated with buckets when
+tensors change, and then steps them. `bucket.py` describes its input, and `reference` computes the expected result.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.library import NO_BLOCKS, cores
@@ -45,12 +43,8 @@ class Kernel(Protocol):
     """An algorithm on one backend, instantiated for some buckets on one device."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
-        """The reason why it cannot serve a tensor, or None."""
-
-    @staticmethod
-    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
-        """The reason why it cannot serve a shard of a tensor that it could serve whole, or None."""
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
+        """The reason why it cannot serve a tensor, or a shard, or None; of a shard, the same on every rank."""
 
     def refresh(self) -> None:
         """Read the buckets again, after parameters have moved, or gradients have become of other dtypes or strides."""
@@ -75,22 +69,25 @@ class ShardKernel(Kernel, Protocol):
         """
 
 
-BACKENDS = ("cpu", "triton", "foreach", "reference")
-"""The backends, in the order in which `auto` prefers them."""
+ALGORITHMS: Mapping[str, Mapping[str, type[Any]]] = {
+    "cpu": cpu.ALGORITHMS,
+    "triton": triton.ALGORITHMS,
+    "foreach": foreach.ALGORITHMS,
+    "reference": reference.ALGORITHMS,
+}
+"""The classes of each backend, by the names of algorithms. `auto` prefers backends in this order."""
+
+BACKENDS = tuple(ALGORITHMS)
 
 
-@functools.cache
 def kernel(backend: str, algorithm: str) -> Any:
-    """Return the class of an algorithm on a backend; None if the backend has no module of its name.
+    """Return the class of an algorithm on a backend; None if the backend has none.
 
     Example:
         >>> kernel("reference", "lamb").__name__
         'Lamb'
     """
-    name = f"bighorn.kernels.{backend}.{algorithm}"
-    if importlib.util.find_spec(name) is None:
-        return None
-    return getattr(importlib.import_module(name), algorithm.capitalize())
+    return ALGORITHMS[backend].get(algorithm)
 
 
 SERVES_WRAPPERS = "reference"
@@ -151,13 +148,13 @@ def pick(
     if solid is None:
         solid = has_memory(param)
     if backend != "auto":
-        reason = _unsupported_reason(backend, param, options, shard, solid)
+        reason = unsupported_reason(backend, param, options, shard, solid)
         if reason:
             raise ValueError(f'backend="{backend}" cannot serve this tensor: {reason}. Use backend="auto".')
         return backend, "asked for"
     refusals: list[str] = []
     for name in BACKENDS:
-        reason = _unsupported_reason(name, param, options, shard, solid)
+        reason = unsupported_reason(name, param, options, shard, solid)
         if not reason:
             if name == SERVES_WRAPPERS and not solid and not param.is_meta:
                 _warn_of(
@@ -187,7 +184,7 @@ def _warn_of(slowness: str) -> None:
     warnings.warn(slowness, stacklevel=2)
 
 
-def _unsupported_reason(
+def unsupported_reason(
     name: str, param: Tensor, options: KernelOptions, shard: Shard | None, solid: bool
 ) -> str | None:
     served = kernel(name, options.algorithm)
@@ -200,5 +197,5 @@ def _unsupported_reason(
     for option, value in options.rare.items() if name not in SERVES_RARE else ():
         if getattr(options, option) == value:
             return f"{option}={value!r} has no compiled kernel"
-    reason: str | None = served.unsupported_reason(param, options)
-    return reason if reason or shard is None else served.unsupported_shard_reason(shard, options)
+    reason: str | None = served.unsupported_reason(param, options, shard)
+    return reason

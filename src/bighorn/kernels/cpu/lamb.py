@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bighorn.kernels.bucket import Shard
 from bighorn.kernels.cpu.layerwise import LayerwiseStepper
-from bighorn.kernels.cpu.tensors import unsupported
+from bighorn.kernels.cpu.tensors import unsupported_reason
 from bighorn.kernels.options import LambOptions
 
 
@@ -14,9 +15,10 @@ class Lamb(LayerwiseStepper[LambOptions]):
     """LAMB in the library."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: LambOptions) -> str | None:
+    def unsupported_reason(param: Tensor, options: LambOptions, shard: Shard | None) -> str | None:
         """See `Stepper.unsupported_reason`."""
-        reason = unsupported(param)
+        del shard
+        reason = unsupported_reason(param)
         if reason is None and options.blocks and param.dtype == torch.float64:
             return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
         return reason

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu.library import NO_BLOCKS, STRUCTURES, address, layer_step, loaded, scratch
 from bighorn.kernels.cpu.stepper import Bound, Stepper
-from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported, weights
+from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported_reason, weights
 from bighorn.kernels.options import Options
 from bighorn.kernels.rounding import AUX_STATE
 
@@ -31,11 +31,10 @@ class LayerwiseStepper(Stepper[Options]):
     """The sums of the chunks of a row that all threads share: two sets."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """See `Stepper.unsupported_reason`; moments in blocks are served where an optimizer says so."""
-        if options.blocks:
-            return unsupported(param) or NO_BLOCKS
-        return unsupported(param)
+        del shard
+        return unsupported_reason(param) or (NO_BLOCKS if options.blocks else None)
 
     @staticmethod
     def make_row(

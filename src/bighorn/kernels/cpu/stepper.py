@@ -13,12 +13,17 @@ from typing import Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
-from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu.abi import c_options
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
-from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, memory_layout, position_layout, unsupported
+from bighorn.kernels.cpu.tensors import (
+    CHUNK_ELEMS,
+    describe_gradient,
+    memory_layout,
+    position_layout,
+    unsupported_reason,
+)
 from bighorn.kernels.options import Options
-from bighorn.kernels.reference import stepper as reference
 
 
 class Bound(NamedTuple):
@@ -73,12 +78,10 @@ class Stepper(Generic[Options]):
         """The number of threads for which `reserve` was called, since the tables were made or refreshed."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why the library cannot serve a tensor, or None."""
-        del options
-        return unsupported(param)
-
-    unsupported_shard_reason = staticmethod(reference.Stepper.unsupported_shard_reason)
+        del options, shard
+        return unsupported_reason(param)
 
     def refresh(self) -> None:
         """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""

@@ -23,7 +23,7 @@ STATE_TYPES = {**TYPES, torch.int8: 4, torch.uint8: 5}
 ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3, "kahan8": 4}
 
 
-def unsupported(param: Tensor) -> str | None:
+def unsupported_reason(param: Tensor) -> str | None:
     """The reason why no algorithm of the library can serve a tensor, or None."""
     if library.LIBRARY is None:
         return library.LIBRARY_DETAIL

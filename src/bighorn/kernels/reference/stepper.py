@@ -51,15 +51,9 @@ class Stepper(Generic[Options]):
         self.refresh()
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor: there is none."""
-        del param, options
-        return None
-
-    @staticmethod
-    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
-        """The reason why this backend cannot serve a shard of a tensor: there is none."""
-        del shard, options
+        del param, options, shard
         return None
 
     def refresh(self) -> None:

@@ -9,7 +9,6 @@ from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of
-from bighorn.kernels.triton.device import unsupported
 from bighorn.kernels.triton.launch_group import RowIndex
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tiles import tile_grid
@@ -25,26 +24,17 @@ class Came(Stepper[CameOptions]):
     """CAME for some buckets on one device."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: CameOptions) -> str | None:
+    def unsupported_reason(param: Tensor, options: CameOptions, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        reason = unsupported(param)
+        reason = Stepper.unsupported_reason(param, options, shard)
         if reason or options.factor is None:
             return reason
         shape = tile_grid(param.shape, options.factor)
         if shape.count > MOST_SMALL and shape.height * shape.width < SMALL:
             return f"{shape.count} matrices of {shape.height} x {shape.width} are too many and too small for Triton"
-        return None
-
-    @staticmethod
-    def unsupported_shard_reason(shard: Shard, options: CameOptions) -> str | None:
-        """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None.
-
-        The result is the same on every rank.
-        """
-        count = matrix_shape(torch.Size(shard.shape), options.factor)[0]
-        if count > MOST_SMALL:
+        if shard is not None and (count := matrix_shape(torch.Size(shard.shape), options.factor)[0]) > MOST_SMALL:
             return f"parts of {count} matrices may be too many and too small for Triton"
-        return Stepper.unsupported_shard_reason(shard, options)
+        return None
 
     def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
         """See `Stepper.launch_group`."""

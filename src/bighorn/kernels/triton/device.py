@@ -29,7 +29,7 @@ trial_step: Callable[[torch.device], float] | None = None
 """`trial.lamb_step`, which depends on this module; the package sets it on import."""
 
 
-def unsupported(param: Tensor) -> str | None:
+def unsupported_reason(param: Tensor) -> str | None:
     """The reason why no algorithm of this backend can serve a tensor, or None."""
     device = param.device
     if interpreted():

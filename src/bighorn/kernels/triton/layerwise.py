@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
-from bighorn.kernels.bucket import Bucket
+from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
-from bighorn.kernels.triton.device import unsupported
 from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
@@ -95,9 +94,9 @@ class LayerwiseStepper(Stepper[Options]):
     group = LayerLaunchGroup
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        reason = unsupported(param)
+        reason = Stepper.unsupported_reason(param, options, shard)
         if options.blocks and param.dtype == torch.float64:
             return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
         if (

@@ -13,7 +13,7 @@ from torch import Tensor
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
-from bighorn.kernels.triton.device import guard, unsupported
+from bighorn.kernels.triton.device import guard, unsupported_reason
 from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
 
@@ -31,15 +31,11 @@ class Stepper(Generic[Options]):
     """The class of the launch groups."""
 
     @staticmethod
-    def unsupported_reason(param: Tensor, options: Any) -> str | None:
+    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
-        del options
-        return unsupported(param)
-
-    @staticmethod
-    def unsupported_shard_reason(shard: Shard, options: Any) -> str | None:
-        """The reason why this backend cannot serve a shard of a tensor that it would serve whole, or None."""
-        if options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
+        if reason := unsupported_reason(param):
+            return reason
+        if shard is not None and options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
             return "Triton's random bits are for tensors that are cut up along three dims at most"
         return None
 

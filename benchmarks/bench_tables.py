@@ -88,7 +88,6 @@ def _flashoptim_state_bytes(optimizer: Optimizer) -> int:
 OWN_PEERS = {
     "lamb-cautious": Peer("Lamb, cautious", ours(Lamb, cautious=True), "bighorn"),
     "lamb-fp32": Peer("Lamb, fp32 states", ours(Lamb, state_dtype=None), "bighorn"),
-    "lamb-fp16": Peer("Lamb, fp16 states", ours(Lamb, state_dtype=torch.float16), "bighorn"),
     **{
         f"{name}-{way}": Peer(f"{kind.__name__}, {way}", ours(kind, weight_rounding=way), "bighorn")
         for name, kind in (("lamb", Lamb), ("came", Came))
@@ -128,7 +127,7 @@ OWN_TABLES = {
     "precision": BenchTable(
         baseline="adamw",
         peers=(
-            *("lamb", "lamb-fp32", "lamb-fp16", "lamb-int8", "lamb-int4"),
+            *("lamb", "lamb-fp32", "lamb-int8", "lamb-int4"),
             *("lamb-stochastic", "lamb-kahan", "lamb-kahan8", "lamb-master"),
             *("came", "came-int8", "came-int4", "came-stochastic", "came-kahan", "came-kahan8", "came-master"),
         ),

@@ -18,7 +18,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 Kind = TypeVar("Kind")
@@ -304,7 +303,7 @@ def choice(*allowed: str | bool) -> Check:
     return check
 
 
-def dtype_among(dtypes: Mapping[str, torch.dtype]) -> Check:
+def dtype_among(dtypes: Iterable[str]) -> Check:
     """Return a check for None or the name of a dtype that state can be kept in (torch dtypes are accepted too)."""
 
     def check(name: str, value: object) -> str | None:

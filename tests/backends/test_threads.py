@@ -147,8 +147,9 @@ def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the parameters that the library serves nor the one that foreach serves change."""
-    parameters = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
-    optimizer = Lamb(parameters, lr=0.1, state_dtype=torch.float16)
+    parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
+    groups = [{"params": parameters[:1], "cautious": True}, {"params": parameters[1:], "cautious": False}]
+    optimizer = Lamb(groups, lr=0.1)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     if not first:

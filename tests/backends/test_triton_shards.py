@@ -250,7 +250,7 @@ def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: 
 
 
 @interpreted
-@pytest.mark.parametrize("blocks", [INT8, INT4, torch.float16], ids=str)
+@pytest.mark.parametrize("blocks", [INT8, INT4], ids=str)
 def test_moments_in_blocks_on_ranks_are_those_of_the_unsharded_step(blocks: torch.dtype) -> None:
     whole = test_triton.bucket((7, 300), (40, 20), state_dtype=blocks)
     ranks = on_ranks(whole, [{0: [3]}, {0: [40]}])

@@ -173,7 +173,7 @@ static LayerRow layer_rows[MAX_ROWS];
 
 static void add_layer(int64_t height, int64_t width, int stored, int state_type) {
     const int64_t size = height * width, scales = height * blocks_in_row(width);
-    const bool in_blocks = state_type >= INT8 || state_type == FLOAT16;
+    const bool in_blocks = state_type >= INT8;
     layer_rows[rows] = (LayerRow){
         .weights = weights_of(rows, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
@@ -193,7 +193,7 @@ enum LambMoments { IN_FLOATS, IN_BLOCKS, OF_DOUBLES };
 static void step_lamb(int variant, enum LambMoments moments) {
     static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {3, 8192}, {70, 99},
                                         {9, 257},   {5, 16},    {1, 13},   {1, 1}};
-    const int types[3][3] = {{FLOAT32, BFLOAT16}, {INT8, FLOAT16, INT4}, {FLOAT64, FLOAT32, BFLOAT16}};
+    const int types[3][3] = {{FLOAT32, BFLOAT16}, {INT8, INT4}, {FLOAT64, FLOAT32, BFLOAT16}};
     const int doubles = moments == OF_DOUBLES;
     const LambOptions options = {
         .lr = 0.1,
@@ -216,7 +216,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
                                                                  : i     ? STORED_WAYS
                                                                          : 1);
              stored++)
-            for (int k = 0; k < (moments == IN_FLOATS ? 2 : 3); k++)
+            for (int k = 0; k < (doubles ? 3 : 2); k++)
                 if (types[moments][k] != INT4 || SHAPES[i][1] % 2 == 0)
                     add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k]);
     double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));

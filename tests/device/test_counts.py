@@ -64,7 +64,6 @@ ROWS = {
     "lamb-amsgrad": Row(lamb(second_moment="amsgrad"), 39, 4),
     "lamb-float64": Row(lamb(), 35, 8, torch.float64),
     "lamb-int8": Row(lamb(state_dtype="int8"), 158, 12),
-    "lamb-float16": Row(lamb(state_dtype="float16"), 121, 14),
     "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 44, 8),
     "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 95, 12, LOW),
     "lamb-kahan": Row(lamb(weight_rounding="kahan"), 62, 12, LOW),

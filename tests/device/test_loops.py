@@ -81,7 +81,7 @@ def assert_same_training(kind: Kind, loop: Loop, dtype: torch.dtype = torch.floa
     """Check that a loop ends with the same weights on both; a 16-bit weight may differ by a unit in the last place."""
     here, there = (results(kind, loop, device, dtype, options) for device in ("cpu", "npu"))
     assert any(not a.equal(b.detach().float()) for a, b in zip(here, network("cpu", dtype).parameters(), strict=True))
-    coded = options.get("state_dtype") in ("int8", "float16")  # a value may get the neighbour of a code
+    coded = options.get("state_dtype") in ("int8", "bfloat16")  # a value may get the neighbour of a code
     close = CLOSE if dtype == torch.float32 and not coded else {"rtol": 2e-2, "atol": 2e-2}
     for ours, theirs in zip(there, here, strict=True):
         torch.testing.assert_close(ours, theirs, **close)
@@ -95,7 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "skip": {"skip_nonfinite": True, "max_grad_norm": 0.1},
     "centralised": {"grad_centralization": True, "max_grad_norm": 0.1},
     "schedule": {"lr": schedules.Cosine(0.05, 8)},
-    "float16": {"state_dtype": "float16", "min_8bit_size": 1},
+    "bfloat16": {"state_dtype": "bfloat16"},
     "int8": {"state_dtype": "int8", "min_8bit_size": 1},
 }
 

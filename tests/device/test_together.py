@@ -20,7 +20,6 @@ LOW = torch.bfloat16
 WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int8": (torch.float32, {"state_dtype": "int8", "min_8bit_size": 0}),
     "int4": (torch.float32, {"state_dtype": "int4", "min_8bit_size": 0}),
-    "float16": (torch.float32, {"state_dtype": "float16", "min_8bit_size": 0}),
     "bfloat16": (torch.float32, {"state_dtype": "bfloat16"}),
     "stochastic": (LOW, {"weight_rounding": "stochastic"}),
     "kahan": (LOW, {"weight_rounding": "kahan"}),

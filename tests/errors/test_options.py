@@ -452,7 +452,7 @@ def test_a_precision_that_does_not_fit_the_parameter(unfit: str, when: str, kind
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", "float16"])
+@pytest.mark.parametrize("state_dtype", ["int8", "int4"])
 def test_a_running_maximum_in_blocks(state_dtype: str) -> None:
     with pytest.raises(ValueError, match=f'{state_dtype}.*amsgrad.*state_dtype="float32"'):
         Lamb(weights(), second_moment="amsgrad", state_dtype=state_dtype)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ import torch
 from bighorn import Lamb, kernels
 from bighorn.kernels.triton.trial import OPTIONS
 param = torch.ones(3, dtype=torch.float64)
-names = [kernels.pick("auto", param, replace(OPTIONS, blocks=blocks))[0] for blocks in (False, True)]
+names = [kernels.pick("auto", param, replace(OPTIONS, cautious=cautious))[0] for cautious in (False, True)]
 print(names[1], "triton" in sys.modules)
 param.requires_grad_().grad = torch.ones_like(param)
 Lamb([param]).step()

@@ -22,7 +22,7 @@ REFUSED = (
     "Came(params, lr=0.1, weight_deacy=1)",
     'Lamb.like("timn", params)',
     'Came.like("sanna", params, lr=0.1)',
-    'Lamb(params, state_dtype="int2")',
+    'Lamb(params, state_dtype="float16")',
     'Came(params, lr=0.1, state_dtype="int2")',
     'Lamb(params, decay_mode="coupled")',
     'Lamb(params, weight_rounding="up")',
@@ -38,6 +38,7 @@ ACCEPTED = (
     'Lars.like("byol", params, lr=0.1, nesterov=True)',
     'Lamb(params, state_dtype="int8", weight_rounding="kahan")',
     "Came(params, lr=0.1, state_dtype=torch.bfloat16)",
+    'Came(params, lr=0.1, state_dtype="float16")',
     "options: dict[str, object] = {}",
 )
 
@@ -68,4 +69,4 @@ def test_a_type_checker_refuses_what_the_constructors_refuse(checker: str, tmp_p
 def test_the_types_have_the_names_of_the_tables() -> None:
     for presets, names in ((PRESETS, LambPreset), (CAME_PRESETS, CamePreset), (LARS_PRESETS, LarsPreset)):
         assert list(get_args(names)) == [word for preset in presets for word in (preset.name, *preset.aliases)]
-    assert list(get_args(StateDtype)) == list(MOMENT_DTYPES)
+    assert {*get_args(StateDtype), "float16"} == MOMENT_DTYPES.keys()

@@ -16,27 +16,18 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.codec import HALF, HALF_ROOT, LINEAR, NIBBLES, SIGNED, UNSIGNED, Form
+from bighorn.kernels.codec import LINEAR, NIBBLES, SIGNED, UNSIGNED, Form
 from bighorn.kernels.rounding import LOW, Rounding
 from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
 from tests.support.tables import for_every
 
-FORMS: dict[str, Form] = {
-    "linear": LINEAR,
-    "signed": SIGNED,
-    "unsigned": UNSIGNED,
-    "nibbles": NIBBLES,
-    "half": HALF,
-    "half-root": HALF_ROOT,
-}
+FORMS: dict[str, Form] = {"linear": LINEAR, "signed": SIGNED, "unsigned": UNSIGNED, "nibbles": NIBBLES}
 CODES: dict[Form, Tensor] = {
     LINEAR: torch.arange(-127, 128, dtype=torch.int8),
     SIGNED: torch.arange(-127, 128, dtype=torch.int8),
     UNSIGNED: torch.arange(256, dtype=torch.uint8),
     NIBBLES: torch.arange(-7, 8, dtype=torch.int8),
-    HALF: torch.arange(0x3C01, dtype=torch.int16).view(torch.float16),  # 0 to 1
-    HALF_ROOT: torch.arange(0x3C01, dtype=torch.int16).view(torch.float16),
 }
 
 
@@ -63,7 +54,7 @@ def test_every_code_survives_a_round_trip(form: Form, scale: float) -> None:
     rows = codec.packed(rows) if form.packed else rows
     scales = torch.full((len(rows), 1), scale)
     values = codec.decode(rows, scales, form)
-    assert values[-1, 0] == torch.tensor(scale) ** (2 if form.root else 1)
+    assert values[-1, 0] == torch.tensor(scale)
     again, same = codec.encode(values, form)
     torch.testing.assert_close(same, scales, rtol=2e-7, atol=0)
     assert again.equal(rows)
@@ -76,7 +67,7 @@ def test_codes_rise_with_values(form: Form) -> None:
     assert shares[-1] == 1
 
 
-BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, NIBBLES: 1 / 14, HALF: 2**-12, HALF_ROOT: 2**-11}
+BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, NIBBLES: 1 / 14}
 """The largest error of a value, relative to its block's largest: about half the distance of the two upper codes."""
 
 
@@ -84,7 +75,7 @@ BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, NIBBLES: 1 / 14, 
 def test_the_error_of_a_round_trip(form: Form) -> None:
     torch.manual_seed(2)
     values = torch.randn(256, 1000) * torch.logspace(-12, 12, 256).unsqueeze(1)
-    values = values.square() if form in (UNSIGNED, HALF_ROOT) else values
+    values = values.square() if form is UNSIGNED else values
     scales = torch.cat(
         [block.abs().amax(dim=1, keepdim=True).expand_as(block) for block in torch.split(values, 256, 1)], 1
     )
@@ -93,10 +84,9 @@ def test_the_error_of_a_round_trip(form: Form) -> None:
     assert error.max() >= BOUNDS[form] * 0.5, "the bound says little"
 
 
-@pytest.mark.parametrize("form", [UNSIGNED, HALF_ROOT], ids=["unsigned", "half-root"])
-def test_a_second_moment_that_is_not_0_does_not_become_0(form: Form) -> None:
+def test_a_second_moment_that_is_not_0_does_not_become_0() -> None:
     values = torch.tensor([[1.0, 1e-30, 1e-44, 0.0], [1e30, 1e-30, 1e-44, 0.0]])
-    decoded = codec.decode(*codec.encode(values, form, 0), form)
+    decoded = codec.decode(*codec.encode(values, UNSIGNED, 0), UNSIGNED)
     assert (decoded[:, :3] > 0).all()
     assert not decoded[:, 3].any()
 
@@ -321,7 +311,6 @@ def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kin
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16-states": {"state_dtype": "bfloat16"},
-    "fp16-states": {"state_dtype": "float16"},
     "int8-states": {"state_dtype": "int8"},
     "int4-states": {"state_dtype": "int4"},
     "int8-small-too": {"state_dtype": "int8", "min_8bit_size": 1},

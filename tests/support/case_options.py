@@ -223,8 +223,6 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "float32-states-bfloat16": (torch.float32, torch.float32, {"state_dtype": torch.bfloat16}),
     "bfloat16-states-bfloat16": (torch.bfloat16, torch.bfloat16, {"state_dtype": torch.bfloat16}),
     "float16-states-bfloat16": (torch.float16, torch.float32, {"state_dtype": torch.bfloat16}),
-    "float32-states-float16": (torch.float32, torch.float32, {"state_dtype": torch.float16}),
-    "float16-states-float16": (torch.float16, torch.float32, {"state_dtype": torch.float16}),
     "float32-states-int8": (torch.float32, torch.float32, {"state_dtype": "int8"}),
     "bfloat16-states-int8": (torch.bfloat16, torch.float32, {"state_dtype": "int8", "rounding_seed": 2**40 + 1}),
     "float32-states-int8-all": (torch.float32, torch.bfloat16, {"state_dtype": "int8", "min_8bit_size": 1}),
@@ -247,10 +245,15 @@ DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]] = {
     "complex128": (torch.complex128, torch.complex128, {}),
 }
 
-CAME_DTYPES = {**DTYPES, "float64-states-float16": (torch.float64, torch.float32, {"state_dtype": torch.float16})}
-"""With the dtype that LAMB keeps in blocks, whose arithmetic is in float32."""
+CAME_DTYPES = {
+    **DTYPES,
+    "float32-states-float16": (torch.float32, torch.float32, {"state_dtype": torch.float16}),
+    "float16-states-float16": (torch.float16, torch.float32, {"state_dtype": torch.float16}),
+    "float64-states-float16": (torch.float64, torch.float32, {"state_dtype": torch.float16}),
+}
+"""With the dtype that the others refuse."""
 
 
 def in_blocks(options: Mapping[str, Any]) -> bool:
-    """Whether moments are kept in blocks of few bits, by LAMB at least."""
-    return options.get("state_dtype") in ("int4", "int8", "float16", torch.float16)
+    """Whether moments are kept in blocks of few bits."""
+    return options.get("state_dtype") in ("int4", "int8")

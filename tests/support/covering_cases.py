@@ -93,7 +93,7 @@ def cost(case: Case) -> float:
         if leaf.shape
     )
     centred = 2 if options.get("grad_centralization") else 1
-    blocks = 10 if options.get("state_dtype") in ("int4", "int8", torch.float16) else 1
+    blocks = 10 if options.get("state_dtype") in ("int4", "int8") else 1
     return centred * blocks * (0.04 * rows + 1e-5 * case.size)
 
 

@@ -28,7 +28,7 @@ from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ROUNDINGS = ("kahan", "kahan8", "stochastic", "master")
-STATES = (F32, BF16, F16, "int8", "int4")
+STATES = (F32, BF16, "int8", "int4")
 POINTERS = {F64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
@@ -108,7 +108,7 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
     """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
     modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
     for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
-        for mode, moments in itertools.product(modes, (F32, BF16, F16, "int8", *(["int4"] if g == x else []))):
+        for mode, moments in itertools.product(modes, (F32, BF16, "int8", *(["int4"] if g == x else []))):
             yield Lamb, x, g, {**mode, "state_dtype": moments}
     for g, moments, mode in itertools.product((F64, F32), (None, F32, BF16), modes):
         yield Lamb, F64, g, {**mode, "state_dtype": moments}
@@ -118,12 +118,13 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
 
 def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield the same for CAME or LARS as `lamb_options` does for LAMB."""
+    also = [F16] if kind is Came else []
     for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
-        for average in (F32, BF16, F16, "int8", *(["int4"] if g == x else [])):
+        for average in (F32, BF16, *also, "int8", *(["int4"] if g == x else [])):
             yield kind, x, g, {"state_dtype": average}
-    for g, average in itertools.product((F64, F32), (None, F32, BF16, *([F16] if kind is Came else []))):
+    for g, average in itertools.product((F64, F32), (None, F32, BF16, *also)):
         yield kind, F64, g, {"state_dtype": average}
-    for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), STATES, ROUNDINGS):
+    for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (*STATES, *also), ROUNDINGS):
         yield kind, x, g, {"state_dtype": average, "weight_rounding": rounding}
 
 

@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 FEW_BITS: dict[str, dict[str, Any]] = {
     "stochastic-int8": {"weight_rounding": "stochastic", "state_dtype": "int8", "rounding_seed": 1 << 40},
     "int8": {"state_dtype": "int8"},
-    "kahan-float16": {"weight_rounding": "kahan", "state_dtype": "float16"},
+    "kahan-int4": {"weight_rounding": "kahan", "state_dtype": "int4"},
     "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
 }
 """Options for bfloat16 matrices, whose blocks do not fill the parts that threads take."""

@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "schedule": (torch.float32, {"lr": schedules.Cosine(0.05, 8)}),
     "int8": (torch.float32, {"state_dtype": "int8", **SMALL_STATE}),
     "int4": (torch.float32, {"state_dtype": "int4", **SMALL_STATE}),
-    "float16": (torch.float32, {"state_dtype": "float16", **SMALL_STATE}),
+    "bfloat16": (torch.float32, {"state_dtype": "bfloat16"}),
     "stochastic": (LOW, {"weight_rounding": "stochastic"}),
     "stochastic-float16": (torch.float16, {"weight_rounding": "stochastic"}),
     "kahan": (LOW, {"weight_rounding": "kahan"}),

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +38,10 @@ TABLE = re.compile(r"(<!-- table of eight-bit\.json[^\n]*-->\n).*?(<!-- end of t
 NOT_YET = "\nNot measured yet: `python workbench/benchmarks/eight_bit.py`.\n\n"
 BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
 
-Dtype = Literal["float32", "bfloat16", "float16", "int8"]
 Build = Callable[[Sequence[Tensor], float], Optimizer]
 
 
-def own(kind: type[Lamb | Came], state_dtype: Dtype) -> Build:
+def own(kind: type[Lamb | Came], state_dtype: Any) -> Build:
     return lambda params, lr: kind(params, lr=lr, weight_decay=WEIGHT_DECAY, state_dtype=state_dtype)
 
 
@@ -64,10 +63,9 @@ class Contestant:
     leaders: tuple[str, ...] = ()
 
 
-def forms(name: str, kind: type[Lamb | Came], lr: float) -> dict[str, Contestant]:
-    """All that Bighorn keeps states in."""
+def forms(name: str, kind: type[Lamb | Came], lr: float, fewer: Sequence[str]) -> dict[str, Contestant]:
+    """What Bighorn keeps states in."""
     leader = f"{name}, float32"
-    fewer: tuple[Dtype, ...] = ("float16", "bfloat16", "int8")
     followers = {f"{name}, {dtype}": Contestant(own(kind, dtype), lr, (leader,)) for dtype in fewer}
     return {leader: Contestant(own(kind, "float32"), lr), **followers}
 
@@ -77,8 +75,8 @@ def bitsandbytes(name: str, *leaders: str) -> Contestant:
 
 
 CONTESTANTS = {
-    **forms("Lamb", Lamb, lr=0.01),
-    **forms("Came", Came, lr=2e-4),
+    **forms("Lamb", Lamb, 0.01, ("bfloat16", "int8")),
+    **forms("Came", Came, 2e-4, ("float16", "bfloat16", "int8")),
     "torch AdamW": Contestant(adamw, 1e-3),
     "torchao AdamW8bit": Contestant(peer("torchao.optim", "AdamW8bit"), 1e-3, ("torch AdamW",)),
     "bitsandbytes AdamW": bitsandbytes("AdamW"),

@@ -77,10 +77,6 @@ TEXT, CAME = "precision-text.json", "came-text.json"
 ROWS = [
     Row(Lamb, FLOAT32, "nearest", None, f"{TEXT}/lamb", "nothing", "memory does not matter"),
     Row(
-        Lamb, FLOAT32, "nearest", "float16", f"{TEXT}/lamb-fp16",
-        "updates are off by 0.3%", "you need half of the memory",
-    ),
-    Row(
         Lamb, FLOAT32, "nearest", "int8", f"{TEXT}/lamb-int8",
         "updates are off by 3%, trust ratios by 0.1%", "you need a quarter of the memory",
     ),

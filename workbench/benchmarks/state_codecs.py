@@ -39,7 +39,6 @@ def power(exponent: float) -> Form:
         torch.uint8,
         lambda share, _: torch.where(share == 0, share, ((share ** (1 / exponent)) * 255).round().clamp(min=1)),
         lambda code: (code / 255) ** exponent,
-        root=True,
     )
 
 
@@ -51,7 +50,6 @@ def logarithm(octaves: float) -> Form:
             share == 0, share, (255 + share.log2() * 254 / octaves).round().clamp(min=1, max=255)
         ),
         lambda code: torch.where(code == 0, code, ((code - 255) * octaves / 254).exp2()),
-        root=True,
     )
 
 
@@ -70,7 +68,7 @@ def fourth_root(share: Tensor, dither: codec.Dither) -> Tensor:
 
 
 SQUARE_ROOT = Form(torch.int8, square_root, lambda code: code * code.abs() / 127**2)
-FOURTH_ROOT = Form(torch.uint8, fourth_root, lambda code: (code / 255).square(), root=True)
+FOURTH_ROOT = Form(torch.uint8, fourth_root, lambda code: (code / 255).square())
 
 
 def in_blocks(form: Form) -> Round:
@@ -88,11 +86,14 @@ def dithered(form: Form) -> Round:
     return lambda x, dither: codec.decode(*codec.encode(x, form, dither), form)
 
 
-def cast(dtype: torch.dtype, root: bool = False) -> Round:
+def cast(dtype: torch.dtype) -> Round:
     """Without scales."""
-    if root:
-        return lambda v, _: v.sqrt().to(dtype).float().square()
     return lambda x, _: x.to(dtype).float()
+
+
+def of_root(to_nearest: Round) -> Round:
+    """The root of a second moment."""
+    return lambda v, dither: to_nearest(v.sqrt(), dither).square()
 
 
 def exactly(x: Tensor, _: Tensor) -> Tensor:
@@ -104,22 +105,21 @@ FORMS: dict[str, tuple[Round, Round]] = {
     "float32": (exactly, exactly),
     "bfloat16": (cast(torch.bfloat16), cast(torch.bfloat16)),
     "float16, unscaled": (cast(torch.float16), cast(torch.float16)),
-    "float16, unscaled, v by its root": (cast(torch.float16), cast(torch.float16, root=True)),
-    "float16 (chosen): in blocks, v by its root": (in_blocks(codec.HALF), in_blocks(codec.HALF_ROOT)),
+    "float16, unscaled, v by its root": (cast(torch.float16), of_root(cast(torch.float16))),
     "m: linear": (in_blocks(codec.LINEAR), exactly),
     "m: square": (in_blocks(SQUARE_ROOT), exactly),
     "m (chosen): square, by bits": (in_blocks(codec.SIGNED), exactly),
-    "v: root, linear": (exactly, in_blocks(power(1))),
-    "v: root, power 1.5": (exactly, in_blocks(power(1.5))),
-    "v: root, square": (exactly, in_blocks(power(2))),
-    "v: root, power 3": (exactly, in_blocks(power(3))),
-    "v: root, logarithm over 8 octaves": (exactly, in_blocks(logarithm(8))),
-    "v: root, logarithm over 16 octaves": (exactly, in_blocks(logarithm(16))),
-    "v: root, square, by chance": (exactly, by_chance(FOURTH_ROOT)),
-    "v: root, square, dithered": (exactly, dithered(FOURTH_ROOT)),
+    "v: root, linear": (exactly, of_root(in_blocks(power(1)))),
+    "v: root, power 1.5": (exactly, of_root(in_blocks(power(1.5)))),
+    "v: root, square": (exactly, of_root(in_blocks(power(2)))),
+    "v: root, power 3": (exactly, of_root(in_blocks(power(3)))),
+    "v: root, logarithm over 8 octaves": (exactly, of_root(in_blocks(logarithm(8)))),
+    "v: root, logarithm over 16 octaves": (exactly, of_root(in_blocks(logarithm(16)))),
+    "v: root, square, by chance": (exactly, of_root(by_chance(FOURTH_ROOT))),
+    "v: root, square, dithered": (exactly, of_root(dithered(FOURTH_ROOT))),
     "v: fourth power, by bits, by chance": (exactly, by_chance(codec.UNSIGNED)),
     "v (chosen): fourth power, by bits, dithered": (exactly, dithered(codec.UNSIGNED)),
-    "int8: m square, v root, square, by chance": (in_blocks(SQUARE_ROOT), by_chance(FOURTH_ROOT)),
+    "int8: m square, v root, square, by chance": (in_blocks(SQUARE_ROOT), of_root(by_chance(FOURTH_ROOT))),
     "int8 (chosen): both by bits, v dithered": (in_blocks(codec.SIGNED), dithered(codec.UNSIGNED)),
 }
 

@@ -27,7 +27,7 @@ from bighorn_workbench.tasks import defaults
 from result_files import DOCS, RESULTS
 
 BATCH_SIZES = {"digits": 64, "text": 16}
-RUNS = {"float32": "fp32", "float16": "fp16", "int8": "int8", "float32, moved": "fp32"}
+RUNS = {"float32": "fp32", "int8": "int8", "float32, moved": "fp32"}
 """Names of runs, and their states."""
 MOVED = 1e-6
 

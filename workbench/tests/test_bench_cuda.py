@@ -305,7 +305,6 @@ N = 256 * 128
         (lambda params: Lamb(params, adam=True), torch.float32, False, 28),
         (lambda params: Lamb([{"params": params, "adapt": False}]), torch.float32, False, 28),
         (lambda params: Lamb(params, state_dtype="int8"), torch.float32, False, 22),
-        (lambda params: Lamb(params, state_dtype="float16"), torch.float32, False, 28),
         (lambda params: Came(params, lr=1e-3), torch.float32, False, 32),
         (lambda params: Came(params, lr=1e-3), torch.float32, True, 36),
         (lambda params: Came(params, lr=1e-3, state_dtype="int8"), torch.float32, False, 23),

@@ -39,7 +39,6 @@ BUILD: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "came-int4": partial(Came, lr=1e-3, state_dtype="int4"),
     "lamb": Lamb,
     "lamb-bf16": partial(Lamb, state_dtype=torch.bfloat16),
-    "lamb-fp16": partial(Lamb, state_dtype=torch.float16),
     "lamb-int8": partial(Lamb, state_dtype="int8"),
     "lamb-int4": partial(Lamb, state_dtype="int4"),
     "lars": Lars,
@@ -92,11 +91,11 @@ def test_a_way_of_rounding_on_the_command_line(invoke: Invoke) -> None:
     """The option affects only bighorn's optimizers: the bytes of AdamW do not change."""
     totals = []
     for way in ROUNDING_MODES:
-        options = "--optimizers", "lamb,lamb-fp16,came,adamw", "--precision", "bf16", "--weight-rounding", way
+        options = "--optimizers", "lamb,lamb-bf16,came,adamw", "--precision", "bf16", "--weight-rounding", way
         invoke("memory", "--shapes", "tiny", *options, "--json", "m.json")
         totals.append(json.loads(Path("m.json").read_text())["total"])
     elements = 200 * 64
-    for name in ("lamb", "lamb-fp16", "came"):
+    for name in ("lamb", "lamb-bf16", "came"):
         more = [total[name] - totals[0][name] for total in totals]
         assert more == [0, 0, 2 * elements, elements, 4 * elements]  # nearest, stochastic, kahan, kahan8, master
     assert len({total["adamw"] for total in totals}) == 1

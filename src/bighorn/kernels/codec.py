@@ -25,7 +25,7 @@ from bighorn.kernels.arithmetic import bits_as, with_signs
 BLOCK = 256
 TOP = 127
 
-CODES = (torch.int8, torch.uint8, torch.float16)
+CODES = (torch.int8, torch.uint8)
 """The dtypes of codes."""
 
 
@@ -44,7 +44,6 @@ class Form:
         dtype: The dtype of codes.
         to_code: The function from magnitudes of shares, 0 to 1, to those of codes, in float32, in the same memory.
         to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
-        root: Whether the codes represent the square roots of the values, which are squares.
         packed: Whether codes have 4 bits; a byte then has two, and codes of any shape are `[rows, bytes of a row]`.
         relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
         least: The least code of a value that is not 0, since another number may be divided by it; 0 if it may become 0.
@@ -53,7 +52,6 @@ class Form:
     dtype: torch.dtype
     to_code: Callable[[Tensor, Dither], Tensor]
     to_share: Callable[[Tensor], Tensor]
-    root: bool = False
     packed: bool = False
     relative: bool = False
     least: float = 0.0
@@ -114,16 +112,7 @@ A step changes the moment by less than the distance of two codes, so that roundi
 change it. It is therefore dithered.
 """
 
-HALF = Form(torch.float16, lambda share, _: share.copy_(share.to(torch.float16)), lambda code: code, least=2.0**-24)
-"""A moment in float16, which without scales would lose values below 6e-8."""
-
-HALF_ROOT = replace(HALF, root=True)
-"""A second moment in float16, stored as its root, which spans half as many orders of magnitude."""
-
-MOMENT_FORMS = {
-    "exp_avg": {torch.int8: SIGNED, torch.uint8: NIBBLES, torch.float16: HALF},
-    "exp_avg_sq": {torch.uint8: UNSIGNED, torch.float16: HALF_ROOT},
-}
+MOMENT_FORMS = {"exp_avg": {torch.int8: SIGNED, torch.uint8: NIBBLES}, "exp_avg_sq": {torch.uint8: UNSIGNED}}
 """The forms of LAMB and LARS by state name and dtype."""
 
 
@@ -229,8 +218,7 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
 
 def to_codes(values: Tensor, form: Form, dither: Dither) -> tuple[Tensor, Tensor]:
     """Return codes in float32, in blocks, and scales, as `encode`."""
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    blocks = _blocks((values.sqrt() if form.root else values).to(torch.float32))
+    blocks = _blocks(values.to(torch.float32))
     del values
     codes = blocks.abs()
     scales = codes.amax(dim=-1)
@@ -258,8 +246,7 @@ def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
 def from_codes(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """Return the values of codes in float32, in blocks, in whose memory it computes."""
     # The share is computed first, so that no intermediate result overflows or underflows, whatever the scale.
-    values = form.to_share(codes).mul_(scales.unsqueeze(-1))
-    return values.square_() if form.root else values
+    return form.to_share(codes).mul_(scales.unsqueeze(-1))
 
 
 CODES_AT_ONCE = 1 << 20

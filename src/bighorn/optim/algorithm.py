@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from bighorn.arguments import Check, choice, count, dtype_among, flag, learning_rate, schedulable, weight_decay
 from bighorn.kernels.options import Options, checks_of
 from bighorn.optim.state import (
-    MOMENT_DTYPES,
+    BLOCK_DTYPES,
+    StateDtype,
     StateSpec,
     moments_dtype,
     moments_spec,
@@ -75,9 +76,6 @@ class Algorithm(ABC, Generic[Options]):
     group_options: ClassVar[Mapping[str, Check]]
     """The checks of the other options of a group, including `SHARED`."""
 
-    block_dtypes: ClassVar[tuple[str, ...]] = ()
-    """The values of `state_dtype` that keep moments in blocks."""
-
     group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
     """The options of a group that are not arguments of the constructor, with their defaults."""
 
@@ -122,7 +120,7 @@ class Algorithm(ABC, Generic[Options]):
 
     def unsupported_flat_reason(self, group: Group) -> str | None:
         """The reason why the parameters in flat tensors cannot be optimized with a group's options, or None."""
-        if group["state_dtype"] in self.block_dtypes:
+        if group["state_dtype"] in BLOCK_DTYPES:
             return (
                 f'state_dtype="{group["state_dtype"]}" keeps blocks of rows, and flat tensors cut these: use '
                 'state_dtype="bfloat16" or None'
@@ -163,12 +161,11 @@ class Algorithm(ABC, Generic[Options]):
 class LayerwiseAlgorithm(Algorithm[Options]):
     """The options, state tensors and kernel options of an optimizer with a trust ratio; one moment by default."""
 
-    block_dtypes = ("float16", "int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "always_adapt": flag,
         "adapt": flag,
-        "state_dtype": dtype_among(MOMENT_DTYPES),
+        "state_dtype": dtype_among(get_args(StateDtype)),
         "min_8bit_size": count,
     }
     group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
@@ -179,7 +176,7 @@ class LayerwiseAlgorithm(Algorithm[Options]):
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The moments, in one dtype or in blocks."""
-        in_blocks = group["state_dtype"] in self.block_dtypes
+        in_blocks = group["state_dtype"] in BLOCK_DTYPES
         return moments_spec(
             param, self.moment_dtypes(group, param), in_blocks, int(group["stacked"]), group["min_8bit_size"]
         )

@@ -21,6 +21,7 @@ from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
 from bighorn.optim.state import (
+    BLOCK_DTYPES,
     MIN_8BIT_SIZE,
     MOMENT_DTYPES,
     StateDtype,
@@ -62,7 +63,6 @@ class CameAlgorithm(Algorithm[CameOptions]):
 
     name = "came"
     kernel_options_type = CameOptions
-    block_dtypes = ("int8", "int4")
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
         "factor": choice(*get_args(FactorRule)),
@@ -93,7 +93,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
-        in_blocks = group["state_dtype"] in self.block_dtypes
+        in_blocks = group["state_dtype"] in BLOCK_DTYPES
         spec = moments_spec(param, dtypes, in_blocks, stacked, group["min_8bit_size"])
         if not self.shape_of(group, param)[0]:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
@@ -207,7 +207,7 @@ class Came(KernelOptimizer):
         skip_nonfinite: bool = False,
         maximize: bool = False,
         exclude_from_weight_decay: Exclusion | None = None,
-        state_dtype: torch.dtype | StateDtype | None = None,
+        state_dtype: torch.dtype | StateDtype | Literal["float16"] | None = None,
         min_8bit_size: int = MIN_8BIT_SIZE,
         weight_rounding: Rounding = "nearest",
         rounding_seed: int = 0,

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from bighorn.optim.param_groups import NO_OPTIONS, VERSION
 
 State = Mapping[str, Any]
@@ -96,12 +93,7 @@ class Format:
         """Convert the state of one parameter."""
         count = {"step": group["step"]} if "step" in group else {"step": 1.0} if self.uncounted else {}
         kept = {self.uncounted.get(key, key): state[key] for key in state if key not in self.state_left_out}
-        return {**count, **{key: _unscaled(value) for key, value in kept.items()}}
-
-
-def _unscaled(value: Any) -> Any:
-    """Return a moment of float16 weights in float32, since float16 has scales here."""
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+        return {**count, **kept}
 
 
 _TORCH: dict[str, Any] = {

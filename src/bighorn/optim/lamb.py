@@ -19,7 +19,7 @@ from bighorn.optim import presets
 from bighorn.optim.algorithm import Group, LayerwiseAlgorithm
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
-from bighorn.optim.state import MIN_8BIT_SIZE, StateDtype, moments_dtype
+from bighorn.optim.state import BLOCK_DTYPES, MIN_8BIT_SIZE, StateDtype, moments_dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +53,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
-        if group["second_moment"] == "amsgrad" and group["state_dtype"] in self.block_dtypes:
+        if group["second_moment"] == "amsgrad" and group["state_dtype"] in BLOCK_DTYPES:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
@@ -64,7 +64,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         """The dtypes of both moments, and of the running maximum of amsgrad."""
         names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * (group["second_moment"] == "amsgrad")
         dtypes = dict.fromkeys(names, moments_dtype(param, group["state_dtype"]))
-        if group["state_dtype"] in ("int8", "int4"):
+        if group["state_dtype"] in BLOCK_DTYPES:
             dtypes["exp_avg_sq"] = torch.uint8
         return dtypes
 
@@ -116,10 +116,10 @@ class Lamb(KernelOptimizer):
             `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, torch.float16, "int8" or "int4" (the last
-            three in blocks of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64
-            parameters). With bfloat16 the second moment stops following small gradients; with the others it does not.
-            With "int4" it has 8 bits, as the first one in rows of an odd number of elements. Default: None.
+        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, "int8" or "int4" (the last two in blocks
+            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
+            bfloat16 the second moment stops following small gradients; with the others it does not. With "int4" it has
+            8 bits, as the first one in rows of an odd number of elements. Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;

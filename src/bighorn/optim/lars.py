@@ -69,9 +69,9 @@ class Lars(KernelOptimizer):
             None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" or "int4"
-            (the last three in blocks of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for
-            float64 parameters). With "int4", rows of an odd number of elements have 8 bits. Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, "int8" or "int4" (the last two in blocks
+            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
+            "int4", rows of an odd number of elements have 8 bits. Default: None.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
             2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters, as for `bighorn.Lamb`: "nearest",

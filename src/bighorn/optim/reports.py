@@ -148,7 +148,7 @@ class Reports(Optimizer):
         for entry in self._entries(self.param_groups):
             state = self.state.get(entry.param, {})
             form = codec.form_of("exp_avg", state)
-            if form is not None and not form.dtype.is_floating_point:
+            if form is not None:
                 codes, scales = (local(state[name]) for name in ("exp_avg", "exp_avg_scale"))
                 found[entry.label] = float(codec.expected_error(codes, scales, form))
         return found

@@ -16,7 +16,7 @@ from bighorn.kernels import codec, rounding
 from bighorn.kernels.rounding import Rounding
 from bighorn.kernels.storage import is_freed
 
-StateDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+StateDtype = Literal["float32", "bfloat16", "int8", "int4"]
 MOMENT_DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -26,10 +26,13 @@ MOMENT_DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes of moments, under the names that checkpoints use; a byte of "int4" has two codes.
 
-In float16, int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`), the second one in 8 bits
-beside a first one in 4. CAME keeps the momentum in blocks in int8 and int4, and without scales in float16, since it is
-near 1; its second moment is averages of many elements, which take next to no memory.
+In int8 and int4, LAMB keeps both moments in blocks with scales (`kernels/codec.py`), the second one in 8 bits beside a
+first one in 4. CAME keeps the momentum in blocks; its second moment is averages of many elements, which take next to no
+memory. float16 is for CAME's momentum, which is near 1; moments of the others have values below 6e-8, its least one.
 """
+
+BLOCK_DTYPES = ("int8", "int4")
+"""The names of the dtypes that are kept in blocks."""
 
 REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes of parameters and gradients, besides complex dtypes."""
@@ -101,7 +104,7 @@ def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: 
             f"its dtype is {param.dtype}, and steps are for {', '.join(map(str, REAL_DTYPES))} and complex ones: keep "
             "the parameter in one of these, and cast it where the model uses it"
         )
-    if state_dtype in ("int8", "int4") and param.dtype in (torch.float64, torch.complex64, torch.complex128):
+    if state_dtype in BLOCK_DTYPES and param.dtype in (torch.float64, torch.complex64, torch.complex128):
         return (
             f'its dtype is {param.dtype}, and state_dtype="{state_dtype}" is for real parameters of 32 bits or less: '
             "give it a group with another state_dtype"
@@ -183,11 +186,6 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
                 continue
             values = out[name] = codec.dequantize(name, _in_rows(state), whole)
             del out[f"{name}_scale"]
-        elif new is not None and values.dtype == new.dtype == torch.float16:
-            raise ValueError(
-                f"state {name!r} of {what} is in float16 without its scales, {name}_scale: it is damaged. Load another "
-                "checkpoint, or drop optimizer.state of this parameter"
-            )
         if new is not None and values.is_floating_point() and values.shape == shape:
             rows = values.flatten(0, spec[f"{name}_scale"].dim() - 2)
             mine = {key: spec[key] for key in (name, f"{name}_scale")}
@@ -376,7 +374,7 @@ def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:
     if layout is not None and not layout.shard(param.shape).split <= set(blocks.dims):
         raise ValueError(
             f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
-            'give it another state_dtype than "int8", "int4" or "float16" in its group, or cut it up along dim 0'
+            'give it another state_dtype than "int8" or "int4" in its group, or cut it up along dim 0'
         )
 
 

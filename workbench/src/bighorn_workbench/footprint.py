@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bighorn import Came, Lamb, Lars
-from bighorn_workbench.optimizers import KINDS, NARROW, STATE_DTYPES
+from bighorn_workbench.optimizers import KINDS, NARROW, NARROW_OF_LAMB, STATE_DTYPES
 from bighorn_workbench.peer_state import OF_OTHERS, OF_TORCH
 
 Named = Sequence[tuple[str, Tensor]]
@@ -64,7 +64,7 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "came": Came.state_bytes,
     **{f"came-{short}": partial(Came.state_bytes, state_dtype=STATE_DTYPES[short]) for short in NARROW},
     "lamb": Lamb.state_bytes,
-    **{f"lamb-{short}": partial(Lamb.state_bytes, state_dtype=STATE_DTYPES[short]) for short in NARROW},
+    **{f"lamb-{short}": partial(Lamb.state_bytes, state_dtype=STATE_DTYPES[short]) for short in NARROW_OF_LAMB},
     "lars": Lars.state_bytes,
     "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
     **{name: partial(of_each, size) for name, size in {**OF_TORCH, **OF_OTHERS}.items()},

@@ -21,6 +21,8 @@ STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8"
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
 NARROW = [name for name in STATE_DTYPES if name != "fp32"]
 """Those of fewer bits than float32."""
+NARROW_OF_LAMB = [name for name in NARROW if name != "fp16"]
+"""Those that ``lamb`` and ``lars`` have, too."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **{
         f"lamb-{dtype}": (f"lamb with its moments in {dtype}", {"optimizer": "lamb", "state_dtype": dtype})
-        for dtype in NARROW
+        for dtype in NARROW_OF_LAMB
     },
     **{
         f"lamb-{way}": (

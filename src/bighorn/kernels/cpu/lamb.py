@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Shard
@@ -17,8 +16,5 @@ class Lamb(LayerwiseStepper[LambOptions]):
     @staticmethod
     def unsupported_reason(param: Tensor, options: LambOptions, shard: Shard | None) -> str | None:
         """See `Stepper.unsupported_reason`."""
-        del shard
-        reason = unsupported_reason(param)
-        if reason is None and options.blocks and param.dtype == torch.float64:
-            return "moments in blocks are in float32 in the C library, and its dtype is torch.float64"
-        return reason
+        del options, shard
+        return unsupported_reason(param)

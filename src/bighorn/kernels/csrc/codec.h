@@ -9,7 +9,7 @@
 enum { CODEC_BLOCK_ELEMS = 256 };
 
 /* The conversion of a value's share of its block's scale to a code. */
-enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_HALF, CODEC_HALF_ROOT, CODEC_NIBBLES };
+enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_NIBBLES };
 
 /* ---- positions of blocks --------------------------------------------------------------------------------- */
 
@@ -49,7 +49,7 @@ static inline CodecPart next_codec_part(int64_t inner, CodecPart part, int64_t e
 /* A block's scale, which is the block's largest magnitude, with the factors that follow from it. The specification
  * divides values by the scale; this code multiplies each value once. */
 typedef struct {
-    float scale;  /* the stored scale: in CODEC_HALF_ROOT the root */
+    float scale;  /* the stored scale */
     float unit;   /* value = unit * (the number that a code stands for) */
     float factor; /* (the number that a code stands for) = factor * value */
     float lift;   /* multiplies values first, so that the factor is finite; mostly 1 */
@@ -58,10 +58,7 @@ typedef struct {
 /* The number that the largest code stands for: in CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power
  * of 2 that suits the bit operations. */
 FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
-    return form == CODEC_LINEAR                             ? 127
-           : form == CODEC_NIBBLES                          ? 7
-           : form == CODEC_SIGNED || form == CODEC_UNSIGNED ? 63 / 32.0f
-                                                            : 1;
+    return form == CODEC_LINEAR ? 127 : form == CODEC_NIBBLES ? 7 : 63 / 32.0f;
 }
 
 FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale) {
@@ -71,7 +68,7 @@ FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale
 /* A scale from the bits of the largest magnitude; NaN if a magnitude is not finite. */
 FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t magnitude) {
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
-    CodecScale s = scale_of(form, form == CODEC_HALF_ROOT ? sqrtf(largest) : largest);
+    CodecScale s = scale_of(form, largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
     /* Rounded up: of CODEC_LINEAR's ties between two codes only 63.5 occurs, whose upper code is even. The increase is
      * so small that the largest magnitude has the largest code, also with dither, since a quarter of the increase is

@@ -54,7 +54,7 @@ static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t
     const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
     const bool in_double = r->weights.type == FLOAT64;
-    l->loops = r->inner > 0 && !in_double ? lamb_blocks_for(s->isa) : loops_of(s, r);
+    l->loops = r->inner > 0 ? lamb_blocks_for(s->isa) : loops_of(s, r);
     l->factors = factors_of(o, r, s->grad_scale);
     return plan_row(s, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt, false);
 }

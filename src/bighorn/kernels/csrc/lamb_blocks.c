@@ -16,7 +16,7 @@ typedef struct {
     CodecScale m_scale, v_scale;
     _Alignas(64) float m[CODEC_BLOCK_ELEMS], v[CODEC_BLOCK_ELEMS]; /* values between `advance_as` and `encode_as` */
     float x_buffer[CODEC_BLOCK_ELEMS], g_buffer[CODEC_BLOCK_ELEMS], u_buffer[CODEC_BLOCK_ELEMS];
-    float m_buffer[CODEC_BLOCK_ELEMS / 2], v_buffer[CODEC_BLOCK_ELEMS / 2];
+    uint8_t m_buffer[CODEC_BLOCK_ELEMS], v_buffer[CODEC_BLOCK_ELEMS];
 } LambQuantBlock;
 
 /* As LayerSums, one per lane. */
@@ -24,16 +24,14 @@ typedef struct {
     double weight[LANES], update[LANES];
 } LambLaneSums;
 
-/* Forms and types are compile-time constants of each function. */
-#define FOR_TYPE(first, second, block, function, ...)                                  \
-    ((block)->type == BFLOAT16 ? function(first, second, BFLOAT16, block, __VA_ARGS__) \
-                               : function(first, second, FLOAT32, block, __VA_ARGS__))
-#define FOR_FORMS(block, function, ...)                                                                         \
-    ((block)->row->state_type == INT8   ? FOR_TYPE(CODEC_SIGNED, CODEC_UNSIGNED, block, function, __VA_ARGS__)  \
-     : (block)->row->state_type == INT4 ? FOR_TYPE(CODEC_NIBBLES, CODEC_UNSIGNED, block, function, __VA_ARGS__) \
-                                        : FOR_TYPE(CODEC_HALF, CODEC_HALF_ROOT, block, function, __VA_ARGS__))
-
-static int64_t code_bytes(const LayerRow *row) { return row->state_type == FLOAT16 ? 2 : 1; }
+/* The form of the first moment and types are compile-time constants of each function; the second moment is always in
+ * CODEC_UNSIGNED. */
+#define FOR_TYPE(form, block, function, ...)                                  \
+    ((block)->type == BFLOAT16 ? function(form, BFLOAT16, block, __VA_ARGS__) \
+                               : function(form, FLOAT32, block, __VA_ARGS__))
+#define FOR_FORMS(block, function, ...)                                                      \
+    ((block)->row->state_type == INT8 ? FOR_TYPE(CODEC_SIGNED, block, function, __VA_ARGS__) \
+                                      : FOR_TYPE(CODEC_NIBBLES, block, function, __VA_ARGS__))
 
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
@@ -53,7 +51,6 @@ FORCE_INLINE_TEMPLATE Lanes powers(const enum CodecForm form, Lanes reduced) {
 }
 
 FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *codes, int i) {
-    if (form == CODEC_HALF || form == CODEC_HALF_ROOT) return load_float16((const uint16_t *)codes + i);
     if (form == CODEC_NIBBLES) return from_ints(load_bytes((const uint8_t *)codes + i, 1));
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == CODEC_SIGNED)));
 }
@@ -63,11 +60,6 @@ FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *c
 FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value, float factor, LaneWords dither,
                                          void *codes, int i) {
     Lanes power = value * factor;
-    if (form == CODEC_HALF || form == CODEC_HALF_ROOT) {
-        Lanes share = form == CODEC_HALF ? power : square_root(power), size = magnitudes(share);
-        LaneWords least = (LaneWords)(size > 0) & 0x33800000u; /* 2^-24: a nonzero value keeps a nonzero code */
-        return store_float16((uint16_t *)codes + i, with_sign((Lanes)larger((LaneWords)size, least), share));
-    }
     if (form == CODEC_SIGNED) {
         Lanes root = (Lanes)((LaneWords)((LaneInts)power >> 1) & 0xbfffffffu); /* the sign bit is kept */
         Lanes code = fused(root, lanes(1 / REDUCED(CODEC_SIGNED)), lanes(ROUND_TO_INTEGER));
@@ -88,21 +80,11 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
     return powers(CODEC_UNSIGNED, REDUCED(CODEC_UNSIGNED) * from_ints(code));
 }
 
-/* Returns the unit of the roots of v. */
-FORCE_INLINE_TEMPLATE float root_unit(const enum CodecForm second, float unit) {
-    return second == CODEC_UNSIGNED ? sqrtf(unit) : unit;
-}
-
-/* Returns the roots of v from the numbers that its codes stand for, as multiples of the roots' unit. */
-FORCE_INLINE_TEMPLATE Lanes roots(const enum CodecForm second, Lanes v) {
-    return second == CODEC_UNSIGNED ? square_root(v) : v;
-}
-
 /* Computes r from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
-FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm first, const enum CodecForm second, const LambReals f,
-                                   float m_unit, float v_root_unit, Lanes m, Lanes v) {
-    Lanes root = roots(second, v), divisor = fused(root, lanes(v_root_unit), lanes(f.eps));
-    if (first == CODEC_NIBBLES) m *= root * v_root_unit;
+FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm form, const LambReals f, float m_unit, float v_root_unit,
+                                   Lanes m, Lanes v) {
+    Lanes root = square_root(v), divisor = fused(root, lanes(v_root_unit), lanes(f.eps));
+    if (form == CODEC_NIBBLES) m *= root * v_root_unit;
     return m * (f.correction * m_unit) / divisor;
 }
 
@@ -125,15 +107,15 @@ static void place_block(LambQuantBlock *block, const LayerRow *row, CodecPart pa
 
 static void load_block_codes(LambQuantBlock *block) {
     const LayerRow *row = block->row;
-    const int64_t start = block->start, bytes = code_bytes(row);
-    block->m_codes = (char *)row->exp_avg + start * bytes, block->v_codes = (char *)row->exp_avg_sq + start * bytes;
+    const int64_t start = block->start;
+    block->m_codes = (uint8_t *)row->exp_avg + start, block->v_codes = (uint8_t *)row->exp_avg_sq + start;
     if (row->state_type == INT4) {
         unpack_nibbles((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
         block->m_codes = block->m_buffer;
     }
     if (block->n % LANES) {
-        block->m_codes = padded(block->m_buffer, block->m_codes, block->n * bytes, sizeof block->m_buffer);
-        block->v_codes = padded(block->v_buffer, block->v_codes, block->n * bytes, sizeof block->v_buffer);
+        block->m_codes = padded(block->m_buffer, block->m_codes, block->n, sizeof block->m_buffer);
+        block->v_codes = padded(block->v_buffer, block->v_codes, block->n, sizeof block->v_buffer);
     }
 }
 
@@ -159,21 +141,20 @@ FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, co
 }
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
-FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                      LambQuantBlock *block, const LambReals f) {
+FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block,
+                                      const LambReals f) {
     const LayerRow *row = block->row;
-    const float m_unit = scale_of(first, row->exp_avg_scale[block->scale]).unit;
-    const float v_unit = scale_of(second, row->exp_avg_sq_scale[block->scale]).unit;
-    const float v_root_unit = first == CODEC_NIBBLES ? root_unit(second, v_unit) : 1;
-    const float beta1 = f.beta1 * m_unit, beta2 = second == CODEC_HALF_ROOT ? f.beta2 : f.beta2 * v_unit;
+    const float m_unit = scale_of(form, row->exp_avg_scale[block->scale]).unit;
+    const float v_unit = scale_of(CODEC_UNSIGNED, row->exp_avg_sq_scale[block->scale]).unit;
+    const float v_root_unit = form == CODEC_NIBBLES ? sqrtf(v_unit) : 1;
+    const float beta1 = f.beta1 * m_unit, beta2 = f.beta2 * v_unit;
     const void *g = block->g, *m_codes = block->m_codes, *v_codes = block->v_codes;
     const int n = block->n;
     LaneWords m_top = {0}, v_top = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = f.scale * load_as(type, g, i);
-        Lanes m = load_powers(first, m_codes, i), v = load_powers(second, v_codes, i);
-        if (first == CODEC_NIBBLES) m *= roots(second, v) * v_root_unit;
-        if (second == CODEC_HALF_ROOT) v *= v_unit, v *= v;
+        Lanes m = load_powers(form, m_codes, i), v = load_powers(CODEC_UNSIGNED, v_codes, i);
+        if (form == CODEC_NIBBLES) m *= square_root(v) * v_root_unit;
         m = fused(lanes(beta1), m, f.beta3 * grad);          /* LAMB-m */
         v = fused(lanes(beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
         store(block->m + i, m);
@@ -181,8 +162,8 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm first, const enum Cod
         m_top = larger(m_top, (LaneWords)magnitudes(m));
         v_top = larger(v_top, (LaneWords)v);
     }
-    block->m_scale = new_scale(first, largest(m_top));
-    block->v_scale = new_scale(second, largest(v_top));
+    block->m_scale = new_scale(form, largest(m_top));
+    block->v_scale = new_scale(CODEC_UNSIGNED, largest(v_top));
 }
 
 /* The dither of a block's elements, which are consecutive in the whole tensor, too. */
@@ -191,12 +172,12 @@ static inline LaneWords block_dither(const LambQuantBlock *block, const LambReal
 }
 
 /* Stores the codes of v, replaces v by the numbers that these stand for, and m by its ratio to the root of v. */
-FORCE_INLINE_TEMPLATE void divide_as(const enum CodecForm second, LambQuantBlock *block, const LambReals f) {
-    const float v_root_unit = root_unit(second, block->v_scale.unit);
+static void divide(LambQuantBlock *block, const LambReals f) {
+    const float v_root_unit = sqrtf(block->v_scale.unit);
     LaneWords dither = block_dither(block, f), top = {0};
     for (int i = 0; i < block->n; i += LANES) {
-        Lanes v = store_powers(second, load(block->v + i), block->v_scale.factor, dither, block->v_codes, i);
-        Lanes root = roots(second, v) * v_root_unit;
+        Lanes v = store_powers(CODEC_UNSIGNED, load(block->v + i), block->v_scale.factor, dither, block->v_codes, i);
+        Lanes root = square_root(v) * v_root_unit;
         Lanes m = (Lanes)((LaneWords)(load(block->m + i) / root) & (LaneWords)(root != 0));
         dither += (uint32_t)LANES * DITHER_STRIDE;
         store(block->v + i, v);
@@ -207,10 +188,10 @@ FORCE_INLINE_TEMPLATE void divide_as(const enum CodecForm second, LambQuantBlock
 }
 
 /* Stores the moments' codes, and computes u from the numbers that these stand for. */
-FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambReals f, LambLaneSums *sums) {
+FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, LambQuantBlock *block,
+                                     const LambReals f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
-    const float v_root_unit = root_unit(second, v_scale.unit);
+    const float v_root_unit = sqrtf(v_scale.unit);
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
     const void *all_x = block->x;
     float *all_u = block->u;
@@ -218,11 +199,11 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
     LaneWords dither = block_dither(block, f);
     Lanes weight = {0}, update = {0};
     for (int i = 0; i < n; i += LANES) {
-        Lanes m = store_powers(first, load(block->m + i), m_scale.factor, dither, m_codes, i);
+        Lanes m = store_powers(form, load(block->m + i), m_scale.factor, dither, m_codes, i);
         Lanes v = load(block->v + i);
-        if (first != CODEC_NIBBLES) v = store_powers(second, v, v_scale.factor, dither, v_codes, i);
+        if (form != CODEC_NIBBLES) v = store_powers(CODEC_UNSIGNED, v, v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
-        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(first, second, f, m_scale.unit, v_root_unit, m, v));
+        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(form, f, m_scale.unit, v_root_unit, m, v));
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
@@ -234,29 +215,26 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm first, const enum Code
 static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
     const LayerRow *row = block->row;
     make_ready(block->v, block->n, &block->v_scale);
-    if (row->state_type == INT4) divide_as(CODEC_UNSIGNED, block, *f);
+    if (row->state_type == INT4) divide(block, *f);
     make_ready(block->m, block->n, &block->m_scale);
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     FOR_FORMS(block, encode_as, *f, sums);
-    const int64_t bytes = code_bytes(row);
     if (row->state_type == INT4) pack_nibbles(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
-    else if (block->n % LANES)
-        memcpy((char *)row->exp_avg + block->start * bytes, block->m_codes, (size_t)(block->n * bytes));
+    else if (block->n % LANES) memcpy((uint8_t *)row->exp_avg + block->start, block->m_codes, (size_t)block->n);
     if (block->n % LANES) {
-        memcpy((char *)row->exp_avg_sq + block->start * bytes, block->v_codes, (size_t)(block->n * bytes));
+        memcpy((uint8_t *)row->exp_avg_sq + block->start, block->v_codes, (size_t)block->n);
         if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
     }
 }
 
 /* Computes u from the stored moments. */
-FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm first, const enum CodecForm second, const int type,
-                                     LambQuantBlock *block, const LambReals f) {
-    const float m_unit = scale_of(first, block->row->exp_avg_scale[block->scale]).unit;
-    const float v_root_unit = root_unit(second, scale_of(second, block->row->exp_avg_sq_scale[block->scale]).unit);
+FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, LambQuantBlock *block,
+                                     const LambReals f) {
+    const float m_unit = scale_of(form, block->row->exp_avg_scale[block->scale]).unit;
+    const float v_root_unit = sqrtf(scale_of(CODEC_UNSIGNED, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
-        Lanes m = load_powers(first, block->m_codes, i), v = load_powers(second, block->v_codes, i);
-        store(block->u + i,
-              updates(f, load_as(type, block->x, i), ratios(first, second, f, m_unit, v_root_unit, m, v)));
+        Lanes m = load_powers(form, block->m_codes, i), v = load_powers(CODEC_UNSIGNED, block->v_codes, i);
+        store(block->u + i, updates(f, load_as(type, block->x, i), ratios(form, f, m_unit, v_root_unit, m, v)));
     }
 }
 

@@ -167,30 +167,4 @@ FORCE_INLINE void store_bytes(void *data, LaneWords words) {
 
 #endif
 
-/* Conversion from float16, and from float32 to float16: to the nearest, ties to even. */
-FORCE_INLINE Lanes load_float16(const void *data) {
-#if defined(__AVX512F__) || defined(__AVX2__)
-    LaneRawHalves raw;
-    memcpy(&raw, data, sizeof raw);
-    return SIMD(cvtph_ps)(raw);
-#else
-    Lanes values;
-    EACH_LANE(lane) values[lane] = from_float16(((const uint16_t *)data)[lane]);
-    return values;
-#endif
-}
-
-/* Stores x as float16, and returns the stored values. */
-FORCE_INLINE Lanes store_float16(void *data, Lanes x) {
-#if defined(__AVX512F__) || defined(__AVX2__)
-    LaneRawHalves raw = SIMD(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT);
-    memcpy(data, &raw, sizeof raw);
-    return SIMD(cvtph_ps)(raw);
-#else
-    uint16_t *halves = data;
-    EACH_LANE(lane) halves[lane] = to_float16(x[lane]);
-    return load_float16(data);
-#endif
-}
-
 #endif

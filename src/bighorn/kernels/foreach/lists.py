@@ -61,7 +61,7 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
         return 26
     if x.itemsize >= 4 and not o.blocks and getattr(o, "second_moment", None) != "amsgrad":
         return 8
-    return 14 if m.dtype == torch.float16 else 12
+    return 12
 
 
 def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[int]]:

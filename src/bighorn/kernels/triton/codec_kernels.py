@@ -161,12 +161,8 @@ def decoded(codes, scale, FORM: tl.constexpr):
     elif FORM == "signed":
         share = power(magnitude(code), SIGNED_END, 1)
         return common.as_float(common.as_bits(share) | (common.as_bits(code) & SIGN)) * scale
-    elif FORM == "unsigned":
-        return power(code, UNSIGNED_END, 2) * scale
-    elif FORM == "half":
-        return code * scale
     else:
-        return code * scale * (code * scale)
+        return power(code, UNSIGNED_END, 2) * scale
 
 
 @triton.jit
@@ -175,8 +171,6 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
 
     `rng` are the key of random bits, the first element and the offsets, by which some forms are dithered.
     """
-    if FORM == "half_root":
-        values = tl.sqrt_rn(values)
     size = magnitude(values)
     # As integers, the bits of numbers that are not negative are in the order of these, and those of a NaN come last.
     scale = common.as_float(tl.max(tl.where(mask, common.as_bits(size), 0), 1))
@@ -191,10 +185,8 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
         code = nearest(root(share, SIGNED_END, 1))
     elif FORM == "nibbles":
         code = dithered(share * 7, rng, 7)
-    elif FORM == "unsigned":
-        code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng, 255), 1)
     else:
-        code = tl.maximum(share, 2.0**-24)
+        code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng, 255), 1)
     code = tl.where(size > tl.where(scale > 0, 0.0, float("inf"))[:, None], code, 0)
     return code if FORM == "unsigned" else tl.where(values < 0, -code, code), scale
 

@@ -17,11 +17,7 @@ from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGr
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
-FORMS = {
-    torch.int8: ("signed", "unsigned"),
-    torch.uint8: ("nibbles", "unsigned"),
-    torch.float16: ("half", "half_root"),
-}
+FORMS = {torch.int8: ("signed", "unsigned"), torch.uint8: ("nibbles", "unsigned")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
 
 
@@ -97,8 +93,6 @@ class LayerwiseStepper(Stepper[Options]):
     def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
         reason = Stepper.unsupported_reason(param, options, shard)
-        if options.blocks and param.dtype == torch.float64:
-            return "its dtype is torch.float64, and moments in blocks are decoded to float32 in Triton"
         if (
             options.blocks
             and not reason

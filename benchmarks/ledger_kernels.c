@@ -105,7 +105,6 @@ int main(int count, char **arguments) {
         .matrices = 1,
         .height = SIDE,
         .width = SIDE,
-        .inner = SIDE,
         .state_type = state,
         .factored = 1,
     };

@@ -80,11 +80,13 @@ def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
         return None
     if any(line.split()[2] != "triton" for line in optimizer.explain().splitlines() if line.startswith("group")):
         return None
-    count = _lamb if isinstance(optimizer, Lamb) else _came
-    pairs: list[tuple[dict[str, Any], Tensor]] = [
-        (group, param) for group in optimizer.param_groups for param in group["params"]
-    ]
-    return sum(count(group, param.nbytes, optimizer.state[param]) + clip * param.nbytes for group, param in pairs)
+    moved = 0
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            weight, state = param.nbytes, optimizer.state[param]
+            moved += _lamb(group, weight, state) if isinstance(optimizer, Lamb) else _came(weight, state)
+            moved += clip * weight
+    return moved
 
 
 def _lamb(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) -> int:
@@ -94,7 +96,7 @@ def _lamb(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) ->
     return one_pass if group["adam"] or not group["adapt"] else one_pass + weight + kept
 
 
-def _came(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) -> int:
+def _came(weight: int, state: Mapping[str, Tensor]) -> int:
     """Count four passes (g^2, u^2, residuals, weights), or two if unfactored (second moment, weights).
 
     A master is only in the last pass.
@@ -103,7 +105,4 @@ def _came(group: Mapping[str, Any], weight: int, state: Mapping[str, Tensor]) ->
     others = 2 * (sum(value.nbytes for value in state.values()) - exp_avg)
     if "exp_avg_sq" in state:
         return 4 * weight + 2 * exp_avg + state["exp_avg_sq"].nbytes + others
-    # Blocks of codes that are not rows of tiles have a separate pass.
-    stacked = group["factor"] == "last_two" and state["exp_avg"].dim() > 2
-    own_pass = stacked and "exp_avg_scale" in state
-    return 5 * weight + 3 * exp_avg + others + own_pass * (weight + exp_avg)
+    return 5 * weight + 3 * exp_avg + others

@@ -44,7 +44,8 @@ def bucket(
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
     if average in (INT8, INT4):
         form = codec.NIBBLES if average == INT4 else codec.LINEAR
-        coded = [codec.encode(torch.randn(shape), form) for shape in shapes]
+        leading = [len(shape) - 1 if factor == "last_two" else 1 for shape in shapes]
+        coded = [codec.encode(torch.randn(shape), form, leading=n) for shape, n in zip(shapes, leading, strict=True)]
         state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
     if factor is None:
         state["exp_avg_sq"] = [torch.rand(shape).to(compute) for shape in shapes]
@@ -56,7 +57,7 @@ def bucket(
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
-    options = {"factor": factor, "packed": average == INT4, **options}
+    options = {"factor": factor, "blocks": average in (INT8, INT4), "packed": average == INT4, **options}
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     return Bucket(
         replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
@@ -83,15 +84,15 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
     "last-two": (((2, 17, 300), (3, 2, 4, 5)), {"factor": "last_two"}),
     "unfactored": (((9000,), (0,), (5,)), {"factor": None}),
     "int8": (((257, 20), (9, 300)), {"average": INT8}),
-    "int8-last-two": (((3, 30, 50), (2, 3, 17, 20)), {"factor": "last_two", "average": INT8}),
-    "int8-unfactored": (((2, 1100), (300, 1)), {"factor": None, "average": INT8}),
+    "int8-last-two": (((3, 30, 50), (2, 3, 17, 20), (2, 9, 300)), {"factor": "last_two", "average": INT8}),
+    "int8-unfactored": (((2, 1100), (300, 1), (24, 1024)), {"factor": None, "average": INT8}),
     "bfloat16": (((40, 264), (5, 7)), {"dtype": BF16, "average": BF16}),
     "wide": (((3, 17_000), (2, 4, 16_500)), {}),  # rows with many partial sums
     "narrow": (((2100, 20), (2100, 32)), {}),  # tiles of few columns
     "narrow-int8": (((2100, 31), (40, 5)), {"average": INT8}),
     "int4": (((257, 20), (9, 300), (5, 16)), {"average": INT4}),
-    "int4-last-two": (((3, 30, 50), (2, 4, 17, 15)), {"factor": "last_two", "average": INT4}),  # rows in half a byte
-    "int4-unfactored": (((2, 1100), (300, 2)), {"factor": None, "average": INT4}),
+    "int4-last-two": (((3, 30, 50), (2, 4, 17, 16), (2, 9, 300)), {"factor": "last_two", "average": INT4}),
+    "int4-unfactored": (((2, 1100), (300, 2), (24, 1024)), {"factor": None, "average": INT4}),
 }
 
 

@@ -124,7 +124,7 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
         "came_average": (g + s, 0 if coded else s),
         "came_apply": (x + kept + s, x + kept),
         "came_second_moment": (g + v, v),
-        "came_move": (x + kept if coded else x + kept + g + s + v, x + kept if coded else x + kept + s),
+        "came_move": (x + kept + g + v + (0 if coded else s), x + kept + (0 if coded else s)),
     }.get(name, (0, 0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
+from bighorn.kernels import codec
 from bighorn.optim.param_groups import COUNT
 from tests.support.case_tensors import BLOCKS, FEW
 from tests.support.cases import CASES, Case, Kind, set_gradients
@@ -127,6 +129,39 @@ def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
             assert (state["exp_avg"].dtype is torch.int8) == ("exp_avg_scale" in state) == in_8_bits
             statistics = state.keys() - {"step", "exp_avg", "exp_avg_scale"}
             assert {state[name].dtype for name in statistics} == {torch.float32}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one-layer", "stacked"])
+@pytest.mark.parametrize("width", [20, 6])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, width: int, stacked: bool) -> None:
+    """Earlier versions kept 256 codes of an index of dim 0 with one scale, whatever matrices `last_two` had there."""
+    shape = (2, 2, 3, width) if stacked else (2, 3, width)
+    outer = shape[: 1 + stacked]
+    parameter = Parameter(torch.ones(shape))
+    group = {"params": [parameter], "stacked": stacked}
+    optimizer = Came([group], lr=0.1, state_dtype=f"int{bits}", factor="last_two", min_8bit_size=0)  # type: ignore[arg-type]
+    parameter.grad = torch.ones(shape)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    top = 127 if bits == 8 else 7
+    codes = (torch.arange(parameter.numel()) % (2 * top + 1) - top).to(torch.int8).view(shape)
+    scales = torch.arange(1.0, 1 + math.prod(outer)).view(*outer, 1)
+    values = codes / top * scales.view(*outer, *[1] * (len(shape) - len(outer)))
+    stored = codes if bits == 8 else codec.packed(codes.flatten(len(outer)))
+    saved["state"][0] |= {"exp_avg": stored, "exp_avg_scale": scales}
+    optimizer.load_state_dict(saved_and_loaded(saved))
+    state = optimizer.state[parameter]
+    if width < 8:  # of so short rows, scales would take as many bytes as codes
+        assert "exp_avg_scale" not in state
+        torch.testing.assert_close(state["exp_avg"], values)
+    else:
+        new = values.abs().amax(dim=-1, keepdim=True)
+        torch.testing.assert_close(state["exp_avg_scale"], new)
+        now = codec.dequantize("exp_avg", state, parameter.shape)
+        assert ((now - values).abs() <= 1.001 / (2 * top) * new).all()
+        assert state["exp_avg"].shape == (shape if bits == 8 else (*shape[:-1], width // 2))
+    optimizer.step()
 
 
 def test_default_state_dtypes(kind: Kind) -> None:

@@ -244,12 +244,12 @@ static FactoredRow came_rows[MAX_ROWS];
 static FactoredShard shards[MAX_ROWS];
 
 static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
-    const int64_t size = matrices * height * width, inner = matrices > 1 ? height * width : width;
+    const int64_t size = matrices * height * width, scales = matrices * height * blocks_in_row(width);
     const size_t wide = STORED[stored].type == FLOAT64 ? sizeof(double) : sizeof(float);
     came_rows[rows] = (FactoredRow){
         .weights = weights_of(rows, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
-        .exp_avg_scale = state_type >= INT8 ? zeros(size / inner * blocks_in_row(inner), sizeof(float)) : NULL,
+        .exp_avg_scale = state_type >= INT8 ? zeros(scales, sizeof(float)) : NULL,
         .exp_avg_sq = factored ? NULL : zeros(size, wide),
         .exp_avg_sq_row = factored ? zeros(matrices * height, wide) : NULL,
         .exp_avg_sq_col = factored ? zeros(matrices * width, wide) : NULL,
@@ -260,7 +260,6 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
         .matrices = matrices,
         .height = height,
         .width = width,
-        .inner = inner,
         .state_type = state_type,
         .factored = factored,
     };
@@ -300,10 +299,10 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
     };
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++) {
-        const int64_t *shape = SHAPES[i], inner = shape[0] > 1 ? shape[1] * shape[2] : shape[2];
+        const int64_t *shape = SHAPES[i];
         for (int k = 0; k < (i ? 8 : 1); k++)
             add_came(shape[0], shape[1], shape[2], doubles ? STORED_DOUBLE : (k + (int)i) % STORED_WAYS,
-                     k == 2 && !doubles && inner % 2 == 0 ? INT4 : STATE_TYPES[doubles][k % 4], k < 6);
+                     k == 2 && !doubles && shape[2] % 2 == 0 ? INT4 : STATE_TYPES[doubles][k % 4], k < 6);
     }
     for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
     double *beta2s = zeros(rows, sizeof(double));

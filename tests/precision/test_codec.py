@@ -39,6 +39,21 @@ def test_blocks_run_inside_rows_of_dim_0() -> None:
     assert all(torch.equal(a, b) for a, b in zip(codec.encode(moved), (codes, scales), strict=True))
 
 
+@pytest.mark.parametrize("form", [codec.LINEAR, codec.NIBBLES], ids=lambda f: str(f.dtype))
+def test_blocks_run_inside_rows_of_several_leading_dims(form: codec.Form) -> None:
+    """They are those of the same values as one matrix, also of a shard of any of these dims."""
+    values = torch.randn(5, 3, 300) * torch.logspace(-6, 6, 15).view(5, 3, 1)
+    codes, scales = codec.encode(values, form, leading=2)
+    assert codes.shape == ((5, 3, 150) if form.packed else values.shape)
+    assert scales.shape == codec.scales_shape(values.shape, 2) == (5, 3, 2)
+    as_rows = codec.encode(values.flatten(0, 1), form)
+    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip((codes, scales), as_rows, strict=True))
+    assert torch.equal(codec.decode(codes, scales, form).flatten(0, 1), codec.decode(*as_rows, form))
+    shards = [codec.encode(shard, form, leading=2) for shard in torch.split(values, [2, 0, 1], dim=1)]
+    assert torch.equal(torch.cat([codes for codes, _ in shards], dim=1), codes)
+    assert torch.equal(torch.cat([scales for _, scales in shards], dim=1), scales)
+
+
 @for_every("shape", [(), (1,), (7,), (0,), (0, 4), (4, 0), (3, 1), (2, 255), (2, 256), (2, 257)], ids=str)
 def test_the_codec_takes_any_shape(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)

@@ -175,10 +175,11 @@ def state_of(x: Tensor, factor: Factor | None, average: torch.dtype | None) -> d
     """Return a state of zeros, as an optimizer allocates it."""
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = {"exp_avg": torch.zeros_like(x, dtype=average or statistics)}
+    leading = x.dim() - 1 if factor == "last_two" else 1
     if average == torch.uint8:
-        state["exp_avg"] = codec.encode(torch.zeros_like(x), codec.NIBBLES)[0]
+        state["exp_avg"] = codec.encode(torch.zeros_like(x), codec.NIBBLES, leading=leading)[0]
     if average in (torch.int8, torch.uint8):
-        state["exp_avg_scale"] = torch.zeros(codec.scales_shape(x.shape))
+        state["exp_avg_scale"] = torch.zeros(codec.scales_shape(x.shape, leading))
     if factor is None:
         return state | {"exp_avg_sq": torch.zeros_like(x, dtype=statistics)}
     split = 1 if factor == "matrix" else x.dim() - 1

@@ -52,7 +52,6 @@ class Driver:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Make Triton treat CPU tensors as tensors of this GPU."""
     from bighorn.kernels.triton import (
-        came_codes_kernels,
         came_kernels,
         came_unfactored_kernels,
         common_kernels,
@@ -68,7 +67,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     yield pretended
     device._platform.cache_clear()
     for module in (
-        came_codes_kernels,
         came_kernels,
         came_unfactored_kernels,
         common_kernels,

@@ -460,6 +460,28 @@ def changing(kind: Kind, backend: str) -> None:
         assert_close(p, q, 1e-5, name)
 
 
+def experts(state_dtype: str, dim: int, backend: str) -> None:
+    """Blocks are within rows of the matrices that are factored, so that shards of whole rows have the same ones."""
+    shapes = {"experts": (5, 41, 30)}
+    alone, sharded = Bag(shapes, torch.float32), Bag(shapes, torch.float32)
+    distributed(Shard(dim), sizes=(dist.get_world_size(),))(sharded)
+    run = Run(Came, {"state_dtype": state_dtype, "factor": "last_two", "eps": (1e-3, 1e-3)}, backend=backend)
+    optimizers = [run.optimizer(bag) for bag in (alone, sharded)]
+    if state_dtype == "int4" and dim:
+        with pytest.raises(ValueError, match=r'(?s)experts.*"int8" or "int4".*dim 0'):
+            advance(sharded, optimizers[1], range(1), torch.float32)
+        return
+    for bag, optimizer in zip((alone, sharded), optimizers, strict=True):
+        advance(bag, optimizer, range(3), torch.float32)
+    (p,), (q,) = sharded.parameters(), alone.parameters()
+    ours, theirs = optimizers[1].state[p], optimizers[0].state[q]
+    assert ours["exp_avg_scale"].shape == theirs["exp_avg_scale"].shape == (5, 41, 1)
+    assert_close(ours["exp_avg_scale"], theirs["exp_avg_scale"], 1e-5, "scales")
+    codes = [full(each["exp_avg"]) for each in (ours, theirs)]
+    assert (codes[0] != codes[1]).float().mean() < 0.01, "a sum may be rounded to the neighbour of a code"
+    assert_close(p, q, 1e-3, "experts")
+
+
 def tensor_parallel(kind: Kind, options: Mapping[str, Any]) -> None:
     """Seven hidden units on two ranks train forward and backward with torch's own plan."""
     inputs, alone = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mlp()
@@ -554,6 +576,8 @@ def scenarios(world: int, folder: Path, *, all_of_them: bool = False) -> Mapping
         todo["replaced-state"] = replaced_state
         for kind, backend in itertools.product(KINDS, ("reference", "foreach", "cpu")):
             todo[f"{kind.__name__}-{backend}-fsdp-changing"] = partial(changing, kind, backend)
+        for state_dtype, dim, backend in itertools.product(("int8", "int4"), (0, 1), ("reference", "foreach", "cpu")):
+            todo[f"experts-{state_dtype}-{dim}-{backend}"] = partial(experts, state_dtype, dim, backend)
         todo["lamb-tensor-parallel"] = partial(tensor_parallel, Lamb, {"max_grad_norm": 0.1})
         todo["came-tensor-parallel"] = partial(tensor_parallel, Came, {})
         todo["async-saves"] = partial(

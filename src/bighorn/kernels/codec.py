@@ -1,20 +1,21 @@
 """State in few bits: blocks of 256 values that share a scale, the largest magnitude of the block.
 
-A block is within one row of dim 0, in the row's logical order whatever its memory order; the last block of a row is
-shorter. So a shard of whole rows has the same blocks as the whole tensor, and a checkpoint fits any memory format. A
-tensor of short rows (a vector has rows of one element) needs a scale for each row, and is better kept in float32.
+A block is within one row, in the row's logical order whatever its memory order; the last block of a row is shorter. So
+a shard of whole rows has the same blocks as the whole tensor, and a checkpoint fits any memory format. A row is all of
+an index of dim 0, or of several leading dims: scales have these dims, and one for the blocks of a row. CAME's rows are
+those of the matrices that it factors. A tensor of short rows needs a scale for each row, and is better kept in float32.
 
 The code of a value represents its share of the scale, by one of the forms below (docs/precision-results.md has the
 measurements behind them). Arithmetic is in float32.
 
 Codes of 4 bits are packed: a byte has those of two neighbours in a row, the first one in its lower bits, each as its
-two's complement. Such a row has an even number of elements, and its codes are contiguous.
+two's complement. Such a row has an even number of elements, and codes are contiguous.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +45,7 @@ class Form:
         dtype: The dtype of codes.
         to_code: The function from magnitudes of shares, 0 to 1, to those of codes, in float32, in the same memory.
         to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
-        packed: Whether codes have 4 bits; a byte then has two, and codes of any shape are `[rows, bytes of a row]`.
+        packed: Whether codes have 4 bits; a byte then has two, and codes are `[rows, bytes of a row]`.
         relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
         least: The least code of a value that is not 0, since another number may be divided by it; 0 if it may become 0.
     """
@@ -134,8 +135,8 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
 def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
     """Return the stored form of a moment, by state name: rounded to its dtype, or as codes and scales.
 
-    Only forms of uint8 use `dither`; others round to nearest. `like` has the state's dtypes, and for a form that is
-    relative the second moment as it is stored.
+    Only forms of uint8 use `dither`; others round to nearest. `like` has the state's dtypes and dims, and for a form
+    that is relative the second moment as it is stored.
     """
     form = form_of(name, like)
     if form is None:
@@ -143,7 +144,8 @@ def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dith
     if form.relative:
         root = _stored_root(like, values)
         values = (values / root).masked_fill_(root == 0, 0.0)
-    codes, scales = encode(values, form, dither if form.dtype == torch.uint8 else NEAREST)
+    dither = dither if form.dtype == torch.uint8 else NEAREST
+    codes, scales = encode(values, form, dither, like[f"{name}_scale"].dim() - 1)
     return {name: codes, f"{name}_scale": scales}
 
 
@@ -169,15 +171,15 @@ def never_written(name: str, codes: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.bool)
 
 
-def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales for codes of a shape: rows, blocks of a row.
+def scales_shape(shape: Sequence[int], leading: int = 1) -> tuple[int, ...]:
+    """Return the shape of the scales of values whose rows are indexed by the leading dims.
 
     Example:
-        >>> scales_shape((64, 3, 7, 20)), scales_shape((5, 0)), scales_shape(())
-        ((64, 2), (5, 0), (1, 1))
+        >>> scales_shape((64, 3, 7, 20)), scales_shape((64, 3, 7, 20), 3), scales_shape((5, 0)), scales_shape(())
+        ((64, 2), (64, 3, 7, 1), (5, 0), (1, 1))
     """
-    rows = shape[0] if len(shape) else 1
-    return rows, -(-math.prod(shape[1:]) // BLOCK)
+    rows = tuple(shape[:leading]) or (1,)
+    return *rows, -(-math.prod(shape[leading:]) // BLOCK)
 
 
 def packed(codes: Tensor) -> Tensor:
@@ -197,7 +199,7 @@ def unpacked(codes: Tensor) -> Tensor:
     return both.bitwise_xor_(8).sub_(8)
 
 
-def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tuple[Tensor, Tensor]:
+def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST, leading: int = 1) -> tuple[Tensor, Tensor]:
     """Return codes, in the shape of `values` unless they are packed, and scales, float32 in that of `scales_shape`.
 
     A linear value's error is at most 1/254 of its block's scale. A block of zeros has scale 0. A block that has a value
@@ -210,14 +212,16 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST) -> tup
         >>> encode(torch.tensor([[1.0, 0.0625, 1e-30]]), UNSIGNED)
         (tensor([[255, 128,   1]], dtype=torch.uint8), tensor([[1.]]))
     """
-    codes, scales = to_codes(values, form, dither)
+    shape, rows = scales_shape(values.shape, leading), _in_rows(values, leading)
+    codes, scales = to_codes(rows, form, _in_rows(dither, leading) if isinstance(dither, Tensor) else dither)
+    codes = _unblocked(codes, rows.shape)
     if form.packed:
-        return packed(_unblocked(codes, values.flatten(1).shape)), scales
-    return _unblocked(codes, values.shape).to(form.dtype), scales
+        return packed(codes).view(*shape[:-1], rows.shape[1] // 2), scales.view(shape)
+    return codes.to(form.dtype).view(values.shape), scales.view(shape)
 
 
 def to_codes(values: Tensor, form: Form, dither: Dither) -> tuple[Tensor, Tensor]:
-    """Return codes in float32, in blocks, and scales, as `encode`."""
+    """Return codes in float32, `[rows, blocks of a row, BLOCK]`, and scales, of values in rows."""
     blocks = _blocks(values.to(torch.float32))
     del values
     codes = blocks.abs()
@@ -239,8 +243,11 @@ def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
         >>> decode(torch.tensor([[127, -127, 0]], dtype=torch.int8), torch.tensor([[0.7]]))
         tensor([[ 0.7000, -0.7000,  0.0000]])
     """
-    codes = unpacked(codes) if form.packed else codes
-    return _unblocked(from_codes(_blocks(codes.to(torch.float32)), scales, form), codes.shape)
+    rows = _in_rows(codes, scales.dim() - 1)
+    rows = unpacked(rows) if form.packed else rows
+    blocks = from_codes(_blocks(rows.to(torch.float32)), scales.flatten(0, -2), form)
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if form.packed else codes.shape
+    return _unblocked(blocks, rows.shape).view(shape)
 
 
 def from_codes(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
@@ -264,28 +271,33 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
         >>> round(float(expected_error(codes, scales, NIBBLES)), 3)
         0.098
     """
-    codes, scales = codes.flatten(0, scales.dim() - 2), scales.flatten(0, -2)  # layers of a stacked parameter
+    codes, scales = _in_rows(codes, scales.dim() - 1), scales.flatten(0, -2)
     low, high = (-7, 7) if form.packed else (-TOP, TOP) if form.dtype.is_signed else (0, 255)
     shares = form.to_share(torch.arange(low, high + 1, dtype=torch.float32, device=codes.device))
     squares = torch.gradient(shares)[0].square() / (12 if form.dtype.is_signed else 6)
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     rows = max(1, CODES_AT_ONCE * len(scales) // max(codes.numel(), 1))
     for part, scale in zip(torch.split(codes, rows), torch.split(scales, rows), strict=True):
-        index = (unpacked(part) if form.packed else part.int()).flatten(1).long() - low
+        index = (unpacked(part) if form.packed else part.int()).long() - low
         of_blocks = [_blocks(each[index]).sum(dim=-1) for each in (squares, shares.square())]
         sums += torch.stack([(each.double() * scale.double().square()).sum().cpu() for each in of_blocks])
     lost, whole = sums
     return torch.where(whole == 0, whole, (lost / whole).sqrt())  # NaN if a value is not finite
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """Return values as `[rows, blocks of a row, BLOCK]`, with the last block of a row padded with zeros."""
-    rows, blocks = scales_shape(values.shape)
-    row, size = values.reshape(rows, math.prod(values.shape[1:])), blocks * BLOCK
-    whole = row if row.shape[1] == size else torch.nn.functional.pad(row, (0, size - row.shape[1]))
-    return whole.view(rows, blocks, BLOCK)
+def _in_rows(values: Tensor, leading: int) -> Tensor:
+    """Return values, or codes, as `[rows, elements or bytes of a row]`."""
+    return values.reshape(math.prod(values.shape[:leading]), math.prod(values.shape[leading:]))
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """Return rows as `[rows, blocks of a row, BLOCK]`, with the last block of a row padded with zeros."""
+    count, blocks = scales_shape(rows.shape)
+    size = blocks * BLOCK
+    whole = rows if rows.shape[1] == size else torch.nn.functional.pad(rows, (0, size - rows.shape[1]))
+    return whole.view(count, blocks, BLOCK)
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
-    """Return the inverse of `_blocks`."""
-    return blocks.flatten(1)[:, : math.prod(shape[1:])].reshape(shape)
+    """Return the inverse of `_blocks`, contiguous."""
+    return blocks.flatten(1)[:, : shape[1]].reshape(shape)

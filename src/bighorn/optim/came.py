@@ -94,10 +94,13 @@ class CameAlgorithm(Algorithm[CameOptions]):
         dims = all_dims(param)
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
         in_blocks = group["state_dtype"] in BLOCK_DTYPES
-        spec = moments_spec(param, dtypes, in_blocks, stacked, group["min_8bit_size"])
-        if not self.shape_of(group, param)[0]:
+        factored, of_last_two = self.shape_of(group, param)[0], group["factor"] == "last_two"
+        spec = moments_spec(
+            param, dtypes, in_blocks, stacked, group["min_8bit_size"], matrices=factored and of_last_two
+        )
+        if not factored:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
-        if group["factor"] == "last_two":
+        if of_last_two:
             row, col = dims[:-1], (*dims[:-2], dims[-1])
         else:
             row, col = dims[: stacked + 1], (*dims[:stacked], *dims[stacked + 1 :])
@@ -152,11 +155,12 @@ class Came(KernelOptimizer):
             -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
             `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (both
-            in blocks of 256 in a row, each with a scale), or None for float32 (float64 for float64 parameters). With
-            "int4", rows of an odd number of elements have 8 bits. Averages of rows and columns are never below float32.
-            Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
-            2 dims, keep float32. Default: 4096.
+            in blocks of 256 in a row of a matrix, each with a scale), or None for float32 (float64 for float64
+            parameters). With "int4", rows of an odd number of elements have 8 bits. Averages of rows and columns are
+            never below float32. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, those of less than 2
+            dims, and with "last_two" those of several matrices with rows of fewer than 8 elements, as the kernels of
+            convolutions have, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
             float32 in the state. Default: "nearest".

@@ -40,6 +40,9 @@ REAL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MIN_8BIT_SIZE = 4096
 """Smaller tensors keep float32: int8 would save nothing there, and could round the gain of a norm."""
 
+MIN_ROW = 8
+"""The fewest elements of a row of a tensor of several matrices: a scale takes the bytes of as many codes of 4 bits."""
+
 STEP_BYTES = 4
 """The bytes of a step count, a float32 as in torch. Above 2^24 it advances to the next float32 at each step."""
 
@@ -52,8 +55,8 @@ class StateTensorSpec:
         dtype: The dtype of the tensor.
         dims: The parameter's dims that the tensor has, in order.
         block: The elements of a row that share one element of the tensor: `codec.BLOCK` for scales, 2 for packed codes.
-            The last of `dims` is then that of rows, and a further dim is that of the blocks of a row. Default: None:
-            each element has its own.
+            `dims` are then those that count rows, and a further dim is that of the blocks of a row. Default: None: each
+            element has its own.
         numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
     """
 
@@ -130,28 +133,36 @@ def all_dims(param: Tensor) -> tuple[int, ...]:
 
 
 def moments_spec(
-    param: Tensor, dtypes: Mapping[str, torch.dtype], in_blocks: bool, stacked: int, min_8bit_size: int
+    param: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    in_blocks: bool,
+    stacked: int,
+    min_8bit_size: int,
+    matrices: bool = False,
 ) -> StateSpec:
     """The specs of a parameter's moments, and of the scales of their blocks.
 
     Args:
         param: The parameter, as a real tensor.
         dtypes: The dtype of each moment.
-        in_blocks: Whether these are the dtypes of codes. Small tensors, and vectors, get float32; a first moment of 4
-            bits gets int8 if its rows have an odd number of elements.
+        in_blocks: Whether these are the dtypes of codes. Small tensors, vectors, and matrices of short rows get
+            float32; a first moment of 4 bits gets int8 if its rows have an odd number of elements.
         stacked: The number of leading dims that stack layers.
         min_8bit_size: The fewest elements of a tensor that is kept in blocks.
+        matrices: Whether the last two dims are matrices, within whose rows blocks are. Default: rows are those of the
+            first dim of a layer.
     """
     dims = all_dims(param)
     if not in_blocks:
         return {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
-    if param.dim() - stacked < 2 or param.numel() < min_8bit_size:
+    layers = dims[: stacked + 1]
+    rows = dims[:-1] if matrices else layers
+    width = param.shape[len(rows) :].numel()
+    if param.dim() - stacked < 2 or param.numel() < min_8bit_size or (rows != layers and width < MIN_ROW):
         return {name: StateTensorSpec(torch.float32, dims) for name in dtypes}
-    rows = dims[: stacked + 1]
     codes = {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
     if dtypes["exp_avg"] == torch.uint8:
-        even = param.shape[stacked + 1 :].numel() % 2 == 0
-        codes["exp_avg"] = StateTensorSpec(torch.uint8, rows, 2) if even else StateTensorSpec(torch.int8, dims)
+        codes["exp_avg"] = StateTensorSpec(torch.int8, dims) if width % 2 else StateTensorSpec(torch.uint8, rows, 2)
     return {**codes, **{f"{name}_scale": StateTensorSpec(torch.float32, rows, codec.BLOCK) for name in dtypes}}
 
 
@@ -164,7 +175,8 @@ def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
 def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: torch.Size, what: str) -> dict[str, Any]:
     """Return a state whose moments are in blocks exactly if `spec` requires it, whatever dtype they were saved in.
 
-    The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not.
+    The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not. Blocks in other rows,
+    as those of tensors of several matrices once were, are encoded anew.
 
     Aux state that `spec` does not have is dropped.
 
@@ -182,26 +194,15 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
             packed = old is not None and old.packed
             whole = shape if packed else values.shape
             _check_codes(name, values, scales, whole, packed, what)
-            if old is new or old is None:
+            if old is None or (old is new and scales.dim() == spec[f"{name}_scale"].dim()):
                 continue
-            values = out[name] = codec.dequantize(name, _in_rows(state), whole)
+            values = out[name] = codec.dequantize(name, state, whole)
             del out[f"{name}_scale"]
         if new is not None and values.is_floating_point() and values.shape == shape:
-            rows = values.flatten(0, spec[f"{name}_scale"].dim() - 2)
             mine = {key: spec[key] for key in (name, f"{name}_scale")}
-            made = codec.quantize(name, rows, {**_in_rows(out), **mine})
+            made = codec.quantize(name, values, {**out, **mine})
             out |= {key: value.view(spec[key].shape) for key, value in made.items()}
     return out
-
-
-def _in_rows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with the layers of a stacked parameter as rows, in the moments that are in blocks."""
-    found = dict(state)
-    for name in ("exp_avg", "exp_avg_sq"):
-        codes, scales = state.get(name), state.get(f"{name}_scale")
-        if isinstance(codes, Tensor) and isinstance(scales, Tensor) and scales.dim() >= 2:
-            found[name], found[f"{name}_scale"] = codes.flatten(0, scales.dim() - 2), scales.flatten(0, -2)
-    return found
 
 
 AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])
@@ -213,9 +214,9 @@ COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", 
 
 def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, packed: bool, what: str) -> None:
     """Raise unless these are the codes of a moment of a shape, and the scales of their blocks."""
-    outer = max(scales.dim() - 2, 0)
-    expected = (*shape[:outer], *codec.scales_shape(shape[outer:]))
-    codes = (*shape[: outer + 1], shape[outer + 1 :].numel() // 2) if packed else shape
+    leading = max(scales.dim() - 1, 1)
+    expected = codec.scales_shape(shape, leading)
+    codes = (*shape[:leading], shape[leading:].numel() // 2) if packed else shape
     if values.dtype not in codec.CODES:
         raise ValueError(
             f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which no codes have: it is "
@@ -367,11 +368,10 @@ def _zeros(spec: StateTensorSpec, dense: Tensor, what: str) -> Tensor:
 
 
 def _check_blocks(param: Tensor, spec: StateSpec, what: str) -> None:
-    blocks = next((each for each in spec.values() if each.block), None)
-    if blocks is None:
-        return
-    layout = sharding.layout_of(param)
-    if layout is not None and not layout.shard(param.shape).split <= set(blocks.dims):
+    # Codes of 4 bits are dithered by the positions of elements, which follow one another in a shard of dim 0 alone.
+    rows = [set(each.dims[:1] if each.block == 2 else each.dims) for each in spec.values() if each.block]
+    layout = sharding.layout_of(param) if rows else None
+    if layout is not None and not layout.shard(param.shape).split <= set.intersection(*rows):
         raise ValueError(
             f"{what} is distributed as {layout}, which cuts through the blocks that its rows are kept in: "
             'give it another state_dtype than "int8" or "int4" in its group, or cut it up along dim 0'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
@@ -44,8 +43,8 @@ class Came(Stepper[CameOptions]):
         bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
     ) -> Any:
         """See `Stepper.make_row`."""
-        state, shape = bucket.state, bucket.params[i].shape
-        matrices, height, width = matrix_shape(shape, bucket.options.factor)
+        state = bucket.state
+        matrices, height, width = matrix_shape(bucket.params[i].shape, bucket.options.factor)
         return STRUCTURES["FactoredRow"](
             weights=weights(bucket, i, positions, memory),
             **{name: state[name][i].data_ptr() for name in STATE if name in state},
@@ -54,7 +53,6 @@ class Came(Stepper[CameOptions]):
             matrices=matrices,
             height=height,
             width=width,
-            inner=math.prod(shape[1:]),
             state_type=STATE_TYPES[state["exp_avg"][i].dtype],
             options=index,
             factored=bucket.options.factor is not None,

@@ -80,7 +80,7 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, options)
 
 /* As LayerRow, with `matrices` of height x width elements one after the other.
- * exp_avg_scale: the scales of an int8 average.
+ * exp_avg_scale: the scales of an average in codes, whose blocks are within rows of a matrix.
  * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
  * metrics: the output: the metrics of `kernels/options.py`. */
 #define FACTORED_ROW_FIELDS(FIELD, S) \
@@ -97,7 +97,6 @@ typedef double *RoundSums[3];
     FIELD(S, int64_t, matrices)       \
     FIELD(S, int64_t, height)         \
     FIELD(S, int64_t, width)          \
-    FIELD(S, int64_t, inner)          \
     FIELD(S, int32_t, state_type)     \
     FIELD(S, int32_t, options)        \
     FIELD(S, int32_t, factored)

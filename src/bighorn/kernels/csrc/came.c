@@ -4,7 +4,6 @@
  * A step reads the gradient again for m and the residuals' averages, and then writes x. */
 #include "came.h"
 
-#include "codec.h"
 #include "factored.h"
 
 #include <math.h>
@@ -86,26 +85,12 @@ static void momentum_and_apply(CameWork *c, FactoredSquareSums sums) {
     if (w->thread == 0) w->job.row->metrics[2] = 1;
 }
 
-/* Whether m has blocks that cross the rows of the matrices, so that a loop of its own updates it. */
-static int is_apart(const FactoredRow *row) { return row->state_type >= INT8 && row->inner != row->width; }
-
-static void momentum_apart(const CameWork *c) {
-    const FactoredWork *w = &c->work;
-    const FactoredJob *job = &w->job;
-    if (!is_apart(job->row) || job->gradient->size == 0) return;
-    const int64_t blocks = job->gradient->size / job->row->inner * blocks_in_row(job->row->inner);
-    c->loops->momentum_apart(job, &c->factors, share_of(blocks, w->thread, w->team),
-                             share_of(blocks, w->thread + 1, w->team));
-    factored_wait(w);
-}
-
 /* Updates m and the residuals' averages of the selected matrices. */
 static void momentum(CameWork *c) {
     FactoredWork *w = &c->work;
-    const int apart = is_apart(w->job.row);
     w->columns->matrix = -1;
     for (int64_t tile = w->last; tile-- > w->first;)
-        c->loops->momentum(factored_with_grad(&w->copies, &w->job, tile), &c->factors, tile, apart, w->columns);
+        c->loops->momentum(factored_with_grad(&w->copies, &w->job, tile), &c->factors, tile, w->columns);
     factored_finish(w, &c->factors.residual);
     factored_wait(w);
     w->columns->matrix = -1;
@@ -142,7 +127,6 @@ static void momentum_then_apply(CameWork *c, FactoredSquareSums sums) {
     double confidence = 0;
     set_clip(c, sums.update);
     set_step(c, sums.param, correction(c));
-    momentum_apart(c);
     for (int64_t from, to = g->matrices; to > 0; to = from) {
         from = (to - 1) / g->group * g->group;
         factored_select(&c->work, from, to);
@@ -214,7 +198,6 @@ static void step_shard(CameWork *c, int round) {
                 break;
             }
             set_clip(c, sums.update);
-            momentum_apart(c);
             momentum(c);
             double here = residuals.confidence ? confidence(c) : 0;
             if (stores) store_shard_average(job, &c->factors.residual, NULL, &residuals);

@@ -16,10 +16,8 @@ typedef struct {
 } CameFactors;
 
 typedef struct {
-    /* Updates m in int8 blocks [first, last) that are not within tiles. */
-    void (*momentum_apart)(const FactoredJob *job, const CameFactors *f, int64_t first, int64_t last);
-    /* Updates m (unless `apart` is set: then it is updated already), and the residuals' averages or partial sums. */
-    void (*momentum)(const FactoredJob *job, const CameFactors *f, int64_t tile, int apart, FactoredColumns *columns);
+    /* Updates m, and the residuals' averages or partial sums. */
+    void (*momentum)(const FactoredJob *job, const CameFactors *f, int64_t tile, FactoredColumns *columns);
     /* Returns the sum of the confidence. */
     double (*confidence)(const FactoredJob *job, const CameFactors *f, int64_t tile, FactoredColumns *columns);
     /* Updates x; returns the sum of the confidence. */

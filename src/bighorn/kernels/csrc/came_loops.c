@@ -7,7 +7,7 @@
 
 /* ---- the momentum in place or in a buffer ---------------------------------------------------------------- */
 
-static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_avg, row->exp_avg_scale, row->inner}; }
+static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_avg, row->exp_avg_scale, row->width}; }
 
 static real *read_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
     const CodecData data = codes_of(row);
@@ -108,18 +108,17 @@ FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const Factor
 
 /* The same as `momentum_loop` for an m that is rounded when it is stored, between the update and the residuals. */
 static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, int64_t start, int n,
-                                  const real *restrict g, real r, const real *restrict c, int apart,
-                                  real *restrict elements) {
+                                  const real *restrict g, real r, const real *restrict c, real *restrict elements) {
     real u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
-    if (!apart && row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
-    else if (!apart && row->state_type == INT4) advance_codes(CODEC_NIBBLES, row, f, start, n, g, r, c, u, m);
+    if (row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
+    else if (row->state_type == INT4) advance_codes(CODEC_NIBBLES, row, f, start, n, g, r, c, u, m);
     else {
         read_m(row, start, n, m);
         for (int i = 0; i < n; i++) {
             u[i] = update_of(g[i], r, c[i]);
-            if (!apart) m[i] = averaged(f, m[i], u[i]);
+            m[i] = averaged(f, m[i], u[i]);
         }
-        if (!apart) write_m(row, f, start, n, m);
+        write_m(row, f, start, n, m);
     }
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
@@ -130,7 +129,7 @@ static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, 
     return sum;
 }
 
-static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index, int apart, FactoredColumns *columns) {
+static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index, FactoredColumns *columns) {
     const FactoredTile t = tile_at(&job->grid, index);
     const FactoredRow *row = job->row;
     FactoredGradBuffer *buffers = job->scratch->gradients;
@@ -153,7 +152,7 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
                 factors.r[k] *= job->grad_scale;
             } else {
                 row_sums[k] = rounded_momentum_loop(row, f, start, s.n, grad_at(job, start, s.n, &buffers[k]),
-                                                    factors.r[k], factors.c, apart, elements);
+                                                    factors.r[k], factors.c, elements);
             }
         }
         if (is_ready(row->state_type))
@@ -162,32 +161,6 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
         factored_add_piece(job, &f->residual, &t, &s, row_sums, sums);
     }
     factored_end_tile(job, &f->residual, &t, sums);
-}
-
-/* Updates m if rows of dim 0 hold several matrix rows, so that blocks cross the rows of the matrices. */
-static void momentum_apart(const FactoredJob *job, const CameFactors *f, int64_t first, int64_t last) {
-    const FactoredRow *row = job->row;
-    const FactoredAverage *average = &job->square;
-    const int64_t height = row->height, width = row->width, per_row = blocks_in_row(row->inner);
-    int64_t known = -1; /* the matrix of `root_mean` */
-    real root_mean = 0;
-    FactoredGradBuffer buffer;
-    for (int64_t block = first; block < last; block++) {
-        const int64_t at = block % per_row * CODEC_BLOCK_ELEMS, start = block / per_row * row->inner + at;
-        const int n = (int)(row->inner - at < CODEC_BLOCK_ELEMS ? row->inner - at : CODEC_BLOCK_ELEMS);
-        real m[PIECE_ELEMS];
-        const real *g = grad_at(job, start, n, &buffer);
-        read_m(row, start, n, m);
-        for (int i = 0; i < n;) {
-            const int64_t line = (start + i) / width, matrix = line / height;
-            if (matrix != known) root_mean = (real)sqrt(factored_row_mean(job, average, matrix)), known = matrix;
-            const real *col = average->col.values + matrix * width;
-            const real r = row_factor(root_mean, average->row.values, line) * f->clip;
-            for (int64_t j = (start + i) % width; j < width && i < n; i++, j++)
-                m[i] = averaged(f, m[i], update_of(g[i], r, column_factor(col[j])));
-        }
-        write_m(row, f, start, n, m);
-    }
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
@@ -275,7 +248,6 @@ static void momentum_and_apply(const FactoredJob *job, const CameFactors *f, int
 }
 
 const CameLoops PER_ISA(came_loops) = {
-    .momentum_apart = momentum_apart,
     .momentum = momentum,
     .confidence = confidence,
     .apply = apply,

@@ -13,11 +13,11 @@ enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_NIBBLES };
 
 /* ---- positions of blocks --------------------------------------------------------------------------------- */
 
-/* Blocks are within rows of dim 0, which have `inner` elements each. */
+/* Blocks are within rows, which have `inner` elements each. */
 static inline int64_t blocks_in_row(int64_t inner) { return (inner + CODEC_BLOCK_ELEMS - 1) / CODEC_BLOCK_ELEMS; }
 
-/* Elements [start, start + size) of a tensor, all of them in one block. `at` is the index of the first one in its row
- * of dim 0, `scale` the index of the block's scale. */
+/* Elements [start, start + size) of a tensor, all of them in one block. `at` is the index of the first one in its row,
+ * `scale` the index of the block's scale. */
 typedef struct {
     int64_t start, at, scale;
     int size;

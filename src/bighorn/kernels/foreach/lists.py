@@ -71,7 +71,9 @@ def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[i
     total = largest = 0
     for i in among:
         shape = bucket.shards[i].shape if bucket.shards else bucket.params[i].shape
-        size = math.prod(scales_shape(shape)) * BLOCK if bucket.options.blocks else math.prod(shape)
+        size = math.prod(shape)
+        if bucket.options.blocks:
+            size = math.prod(scales_shape(shape, bucket.state["exp_avg_scale"][i].dim() - 1)) * BLOCK
         if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > limit:
             yield rows
             rows, total, largest = [], 0, 0
@@ -198,7 +200,7 @@ class Group(Generic[Options]):
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of the rows' moments."""
-        return Blocks(self.x)
+        return Blocks(self.state["exp_avg_scale"], self.x)
 
     def _form(self, name: str) -> Form:
         form = form_of(name, self._of_blocks())
@@ -345,9 +347,13 @@ class Blocks:
     The last block of a row is filled up with zeros.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, scales: list[Tensor], tensors: list[Tensor]) -> None:
         self.device = tensors[0].device
-        self.sizes = [(*scales_shape(each.shape), math.prod(each.shape[1:])) for each in tensors]
+        rows = [math.prod(scale.shape[:-1]) for scale in scales]
+        self.sizes = [
+            (count, scale.shape[-1], each.numel() // max(count, 1))
+            for count, scale, each in zip(rows, scales, tensors, strict=True)
+        ]
         self.counts = [rows * blocks for rows, blocks, _ in self.sizes]
         self.full = all(size % BLOCK == 0 for _, _, size in self.sizes)
 
@@ -364,7 +370,7 @@ class Blocks:
         found = []
         for part, (rows, blocks, _), each in zip(whole.split_with_sizes(self.counts), self.sizes, like, strict=True):
             row = part.view(rows, blocks * whole.shape[1])
-            found.append(row[:, : math.prod(each.shape[1:])].view(each.shape))
+            found.append(row[:, : each.numel() // max(rows, 1)].view(each.shape))
         return Parts(whole, found)
 
     def starts(self, firsts: list[int]) -> Tensor:

@@ -50,4 +50,4 @@ class Came(Stepper[CameOptions]):
             split = split_of(bucket.shards[i], o.factor)
         if o.factor is None:
             return None, o.weight_rounding, split
-        return each.wide, o.weight_rounding, split, "exp_avg_scale" in bucket.state and each.codes_in_tiles
+        return each.wide, o.weight_rounding, split

@@ -1,10 +1,9 @@
 """CAME on the device, in Triton: passes over tiles of matrices, with the averages of rows and columns between them.
 
 A matrix is divided into tiles. A tile contributes a partial sum to each of its rows and columns, and `came_lines` adds
-these up, always in the same order. An unfactored tensor has no such sums, and is divided into chunks, as in LAMB. An
-average that is kept in 8 bits advances with the others if the rows of tiles are the codec's blocks, and otherwise in a
-pass of its own over these blocks. Passes alternate in direction, since the last tiles of the previous pass may still be
-in cache.
+these up, always in the same order. An unfactored tensor has no such sums, and is divided into chunks, as in LAMB. A
+row of a tile is within one block of codes. Passes alternate in direction, since the last tiles of the previous pass may
+still be in cache.
 
 The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in COMPUTE: float64
 for parameters in float64, else float32. Sums over more than a tile, and numbers that exist once per row, column or
@@ -212,10 +211,9 @@ def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr, CUT: tl.constexpr,
-    CODES_IN_TILES: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Advance the average, unless `came_codes` has done so, and compute partial sums of its residual's squares."""
+    """Advance the average, and compute partial sums of its residual's squares."""
     tile = tl.program_id(0)
     index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -239,31 +237,30 @@ def came_average(
         root,
     )
     pointers = common.at(g, start, G), scaling.average_at(m, start, S, M_FORM)
-    scales, parts = scaling.scales_of(row_ptr, start), (row_parts, col_parts)
+    scales, parts = scaling.scales_at(row_ptr, start, shape[2]), (row_parts, col_parts)
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
             average(
-                pointers, scales, shape, factors, row_averages, c, parts, rng_key,
-                M_FORM, CODES_IN_TILES, VECTOR, VECTOR, WIDE, TILE_BLOCK,
+                pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+                M_FORM, VECTOR, VECTOR, WIDE, TILE_BLOCK,
             )  # fmt: skip
         else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
             average(
-                pointers, scales, shape, factors, row_averages, c, parts, rng_key,
-                M_FORM, CODES_IN_TILES, VECTOR, 1, WIDE, 2 * layout.FEW,
+                pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+                M_FORM, VECTOR, 1, WIDE, 2 * layout.FEW,
             )  # fmt: skip
     else:
         average(
-            pointers, scales, shape, factors, row_averages, c, parts, rng_key,
-            M_FORM, CODES_IN_TILES, 1, 1, WIDE, layout.FEW,
+            pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+            M_FORM, 1, 1, WIDE, layout.FEW,
         )  # fmt: skip
 
 
 @triton.jit
 def average(
-    pointers, scales, shape, factors, row_averages, c, parts, rng_key,
-    FORM: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+    FORM: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the average of a tile, and the sums of (u - m)^2 over its rows and columns."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
@@ -271,17 +268,15 @@ def average(
     total = tl.zeros((ROWS, WIDE), root.dtype)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, CODES_IN_TILES, VECTOR, WIDE, ROWS)
+        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, VECTOR, WIDE, ROWS)
         g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         if FORM == "":
             m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
-        elif CODES_IN_TILES:
+        else:
             m = beta1 * m + beta1_rest * u  # CAME-m
-            codes, row_scales = codec.encoded(m, mask, (rng_key, scales[2], offsets), FORM)
-            tiling.store_lines(
-                scaling.tile_scales(scales), i, shape[0], row_scales, ROWS, tl.cdiv(scales[1], codec.CODES)
-            )
+            codes, row_scales = codec.encoded(m, mask, (rng_key, start, offsets), FORM)
+            tiling.store_lines(scales, i, shape[0], row_scales, ROWS, tl.cdiv(shape[2], codec.CODES))
             at = scaling.stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS)
             m = codec.decoded(codec.write_codes(pointers[1], at, codes, FORM, VECTOR), row_scales[:, None], FORM)
         residual = (u - m) * (u - m)
@@ -294,7 +289,7 @@ def average(
 def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr,
-    ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr, CODES_IN_TILES: tl.constexpr,
+    ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step the parameter, in reverse order."""
@@ -320,16 +315,16 @@ def came_apply(
     factors = lr.to(COMPUTE), (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
     pointers = weights.weight_at(row_ptr, start, X, ROUNDING), scaling.average_at(m, start, S, M_FORM)
-    scales = scaling.scales_of(row_ptr, start)
+    scales = scaling.scales_at(row_ptr, start, shape[2])
     if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
         r = apply(
-            pointers, scales, shape, factors, row_averages, c, rng_key,
-            M_FORM, ROUNDING, CODES_IN_TILES, VECTOR, WIDE, TILE_BLOCK,
+            pointers, scales, start, shape, factors, row_averages, c, rng_key,
+            M_FORM, ROUNDING, VECTOR, WIDE, TILE_BLOCK,
         )  # fmt: skip
     else:
         r = apply(
-            pointers, scales, shape, factors, row_averages, c, rng_key,
-            M_FORM, ROUNDING, CODES_IN_TILES, 1, WIDE, layout.FEW,
+            pointers, scales, start, shape, factors, row_averages, c, rng_key,
+            M_FORM, ROUNDING, 1, WIDE, layout.FEW,
         )  # fmt: skip
     if SPLIT is None:
         there = tl.arange(0, WIDE) < shape[1]
@@ -339,9 +334,8 @@ def came_apply(
 
 @triton.jit
 def apply(
-    pointers, scales, shape, factors, row_averages, c, rng_key,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, CODES_IN_TILES: tl.constexpr,
-    VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    pointers, scales, start, shape, factors, row_averages, c, rng_key,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step a tile of the parameter; return the sum of the rows' factors."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
@@ -349,10 +343,10 @@ def apply(
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, shape[0], ROWS):
         offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, CODES_IN_TILES, VECTOR, WIDE, ROWS)
+        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, VECTOR, WIDE, ROWS)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
         x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        starts = scales[2] + (i + tl.arange(0, ROWS)) * shape[2]
+        starts = start + (i + tl.arange(0, ROWS)) * shape[2]
         rng = rng_key, starts[:, None], tl.arange(0, WIDE)[None, :]
         x -= decay * x
         weights.write_weight(

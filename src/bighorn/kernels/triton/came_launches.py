@@ -24,19 +24,16 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def __init__(
         self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import came_codes_kernels, came_kernels, came_layout, came_unfactored_kernels
+        from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
 
         self.columns, self.kernels = came_layout, came_kernels
-        self.unfactored_kernels, self.codes_kernels = came_unfactored_kernels, came_codes_kernels
+        self.unfactored_kernels = came_unfactored_kernels
         super().__init__(buckets, indices, layouts, uploads)
         grids, device = self.grids, self.device
         self.factored = factored = self.constants["FACTORED"]
-        coded = "exp_avg_scale" in buckets[indices[0][0]].state
-        in_tiles = coded and factored and grids[0].codes_in_tiles
-        self.constants |= {"TALL": grids[0].tall, "WIDE": grids[0].wide, "CODES_IN_TILES": in_tiles}
+        self.constants |= {"TALL": grids[0].tall, "WIDE": grids[0].wide}
         self.tile_to_row = self.program_table(self.tile_counts())
         self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
-        self.pack_to_row = self.program_table([each.packs for each in grids if coded and not in_tiles])
         partials = sum(each.row_parts + each.col_parts for each in grids if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
         self.partials = torch.empty(partials, dtype=self.dtype, device=device)
@@ -87,15 +84,15 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; `came_layout.py` numbers the columns."""
         columns: list[list[int]] = []
-        tile = piece = matrix = part = pack = line = 0
+        tile = piece = matrix = part = line = 0
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
             state = self.buckets[index].state
             addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
             parts = [part, part + each.row_parts]
-            own = [*addresses, each.height, each.width, each.count, tile, piece, matrix, *parts, pack]
+            own = [*addresses, each.height, each.width, each.count, tile, piece, matrix, *parts]
             columns.append([*own, *self.whole_columns(index, i, each), line, tile + tiles])
             tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
-            part, pack, line = parts[1] + each.col_parts, pack + each.packs, line + each.lines
+            part, line = parts[1] + each.col_parts, line + each.lines
         return columns
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
@@ -110,13 +107,11 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             self.launch(self.kernels.came_lines, RESIDUAL=False)
             self.launch(self.kernels.came_update_squares)
             self.launch(self.kernels.came_totals)
-            self.launch(self.codes_kernels.came_codes)
             self.launch(self.kernels.came_average)
             self.launch(self.kernels.came_lines, RESIDUAL=True)
             self.launch(self.kernels.came_apply)
         else:
             self.launch(self.unfactored_kernels.came_second_moment)
             self.launch(self.kernels.came_totals)
-            self.launch(self.codes_kernels.came_codes)
             self.launch(self.unfactored_kernels.came_move)
         self.launch(self.kernels.came_metrics)

@@ -24,7 +24,6 @@ ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", 
     FIRST_MATRIX,
     ROW_PARTS,  # the first partial sum of its rows, which have one per tile across them
     COL_PARTS,  # the first partial sum of its columns, which have one per TALL rows
-    FIRST_PACK,
     NUMEL,  # this and the columns below are those of a shard's whole tensor
     WHOLE_HEIGHT,
     WHOLE_WIDTH,
@@ -32,7 +31,7 @@ ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", 
     LEADS_COLS,
     FIRST_LINE,  # its lines: rows, then columns, matrix by matrix
     STOP_TILE,
-) = common.columns(22, common.OWN)
+) = common.columns(21, common.OWN)
 
 option: Any = common.OptionColumns(
     BETA1=lambda o: o.betas[0],
@@ -64,5 +63,4 @@ FEW = tl.constexpr(1024)  # elements in registers if each is loaded by itself, w
 LINES = tl.constexpr(tiles.LINES)
 FEW_LINES = tl.constexpr(tiles.FEW_LINES)
 MANY = tl.constexpr(tiles.MANY)
-PACK = tl.constexpr(tiles.PACK)
 PARTS = tl.constexpr(4)  # partial sums of each line in registers

@@ -85,28 +85,16 @@ def unfactored(g, v):
 @triton.jit
 def momentum(
     pointer, offsets, mask, scales, i, shape,
-    FORM: tl.constexpr, CODES_IN_TILES: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the stored average of the rows from the tile's `i`-th on."""
     if FORM == "":
         return common.widened(common.read(pointer, offsets, mask, VECTOR))
-    elif CODES_IN_TILES:
+    else:
         lines = i + tl.arange(0, ROWS)
-        scale = tl.load(tile_scales(scales) + lines * tl.cdiv(scales[1], codec.CODES), mask=lines < shape[0], other=0.0)
+        scale = tl.load(scales + lines * tl.cdiv(shape[2], codec.CODES), mask=lines < shape[0], other=0.0)
         codes = codec.read_codes(pointer, stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS), FORM, VECTOR)
         return codec.decoded(codes, scale[:, None], FORM)
-    else:
-        values = codes_at(pointer, scales, offsets, mask, FORM, VECTOR)
-        # A matrix's rows are either rows of dim 0 or parts of one. A tile's part of a row is in two blocks at most.
-        start, inner, lines = scales[2], scales[1], i + tl.arange(0, ROWS)
-        line = start // inner + tl.where(inner == shape[2], lines, 0)
-        within = start % inner + tl.where(inner == shape[2], 0, lines * shape[2])
-        begun = (within % codec.CODES).to(tl.int32)
-        block_scales = scales[0] + line * tl.cdiv(inner, codec.CODES) + within // codec.CODES
-        here = tl.load(block_scales, mask=lines < shape[0], other=0.0)
-        there = tl.load(block_scales + 1, mask=(lines < shape[0]) & (begun + shape[1] > codec.CODES), other=0.0)
-        is_here = begun[:, None] + tl.arange(0, WIDE)[None, :] < codec.CODES
-        return codec.decoded(values, tl.where(is_here, here[:, None], there[:, None]), FORM)
 
 
 @triton.jit
@@ -123,37 +111,13 @@ def stored(
 
 
 @triton.jit
-def codes_at(pointer, scales, offsets, mask, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Return codes of a tile or chunk whose rows need not be whole blocks, nor begin with a whole byte."""
-    if FORM == "nibbles":
-        return codec.nibble_at(pointer, scales[2] % 2 + offsets, mask)
-    else:
-        return common.read(pointer, offsets, mask, VECTOR)
-
-
-@triton.jit
 def average_at(address, start, S: tl.constexpr, FORM: tl.constexpr):
     """Return a pointer to the stored average from an element on: in 4 bits, to the byte that has it."""
     return common.at(address, start // 2 if FORM == "nibbles" else start, S)
 
 
 @triton.jit
-def tile_scales(scales):
-    """Return a pointer to the scale of a tile's first row, if each of the tile's rows is within one block of codes."""
-    return scales[0] + scales[2] // scales[1] * tl.cdiv(scales[1], codec.CODES) + scales[2] % scales[1] // codec.CODES
-
-
-@triton.jit
-def scales_of(row_ptr, start):
-    """Return the scales of codes, the elements of a row of dim 0, and the first element of a tile or chunk."""
-    return common.at(tl.load(row_ptr + layout.EXP_AVG_SCALE), 0, tl.float32), tl.load(row_ptr + common.INNER), start
-
-
-@triton.jit
-def wrapped(position, length):
-    """Return quotient and remainder of a position that was below `length` before it advanced, in few instructions."""
-    if length >= codec.CODES:
-        carry = (position >= length).to(tl.int64)
-    else:
-        carry = (position.to(tl.int32) // tl.minimum(length, codec.CODES).to(tl.int32)).to(tl.int64)
-    return carry, position - carry * length
+def scales_at(row_ptr, start, width):
+    """Return a pointer to the scale of a tile's first row; each of its rows is within one block of codes."""
+    first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
+    return common.at(tl.load(row_ptr + layout.EXP_AVG_SCALE), first, tl.float32)

@@ -115,7 +115,6 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.whole_sums[:, self.columns.U_SQUARES.value] = u_sums
         self.whole_sums[:, self.columns.X_SQUARES.value] = x_sums
         self.launch(self.kernels.came_totals)
-        self.launch(self.codes_kernels.came_codes)
         if self.factored:
             self.launch(self.kernels.came_average)
             self.launch(self.kernels.came_lines, RESIDUAL=True)

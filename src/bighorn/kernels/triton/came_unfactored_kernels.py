@@ -9,7 +9,10 @@ from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import layer_kernels as layer
 from bighorn.kernels.triton import weight_kernels as weights
+
+CODES = tl.constexpr(8)  # of a block of codes, a thread's: a block is in one warp, whose threads find its scale
 
 
 @triton.jit
@@ -73,13 +76,13 @@ def came_move(
     ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
-    """Advance the average of an unfactored tensor, unless `came_codes` has done so, and step the parameter."""
+    """Advance the average of an unfactored tensor, and step the parameter."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(tile_to_row_ptr + chunk).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, size = common.extent(row_ptr, chunk, CHUNK)
+    first, start, size = layer.chunk_of(row_ptr, chunk, M_FORM, CHUNK)
     g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = (
@@ -90,45 +93,39 @@ def came_move(
         lr.to(COMPUTE),
         (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
     )
-    whole = common.vectorised(weights.weight_addresses(row_ptr) | m | v, size, BLOCK)
+    whole = layer.aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
-        scaling.average_at(m, start, S, M_FORM),
+        codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, start, S, M_FORM),
         common.at(v, start, COMPUTE),
     )
-    scales, rng_key = (
-        scaling.scales_of(row_ptr, start),
-        weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT),
-    )
+    RANDOM: tl.constexpr = ROUNDING == "stochastic" or M_FORM == "nibbles"
+    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), RANDOM, CUT)
+    positions = first, start, tl.load(row_ptr + common.INNER), rng_key
+    VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else CODES
     if g % 16 == 0:
-        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, common.UNMASKED, M_FORM, ROUNDING, BLOCK)
+        move(pointers, positions, factors, 0, whole, VECTOR, VECTOR, M_FORM, ROUNDING, BLOCK)
     else:
-        move(pointers, scales, factors, rng_key, 0, whole, common.UNMASKED, 1, M_FORM, ROUNDING, BLOCK)
-    move(pointers, scales, factors, rng_key, whole, size, 1, 1, M_FORM, ROUNDING, BLOCK)
+        move(pointers, positions, factors, 0, whole, VECTOR, 1, M_FORM, ROUNDING, BLOCK)
+    move(pointers, positions, factors, whole, size, 1, 1, M_FORM, ROUNDING, BLOCK)
 
 
 @triton.jit
 def move(
-    pointers, scales, factors, rng_key, first, stop,
+    pointers, positions, factors, first, stop,
     VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step elements `first` to `stop` of a chunk."""
     scale, clip, beta1, beta1_rest, lr, decay = factors
-    for i in range(first, stop, BLOCK):
-        offsets, mask = common.block(i, stop, BLOCK)
-        x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
-        if FORM != "":
-            element = scales[2] + offsets
-            scale_index = element // scales[1] * tl.cdiv(scales[1], codec.CODES) + element % scales[1] // codec.CODES
-            codes = scaling.codes_at(pointers[2], scales, offsets, mask, FORM, VECTOR)
-            m = codec.decoded(codes, tl.load(scales[0] + scale_index, mask=mask), FORM)
-        else:
-            g = common.gradient(pointers[1], offsets, mask, scale, G_VECTOR)
-            u = scaling.unfactored(g, common.read(pointers[3], offsets, mask, VECTOR)) * clip  # CAME-clip
-            m = beta1 * common.widened(common.read(pointers[2], offsets, mask, VECTOR)) + beta1_rest * u  # CAME-m
-            m = common.write(pointers[2], offsets, mask, m, VECTOR)
+    AT_ONCE: tl.constexpr = BLOCK if FORM == "" else codec.CODES if VECTOR == 1 else common.LANES * CODES
+    for i in range(first, stop, AT_ONCE):
+        where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, FORM, AT_ONCE)
+        rng = positions[3], positions[1], where[0]
+        x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
+        g = common.gradient(pointers[1], where[0], where[1], scale, G_VECTOR)
+        u = scaling.unfactored(g, common.read(pointers[3], where[0], where[1], VECTOR)) * clip  # CAME-clip
+        m = beta1 * codec.read_moment(pointers[2], where, FORM, VECTOR) + beta1_rest * u  # CAME-m
+        m = codec.write_moment(pointers[2], where, m, rng, FORM, VECTOR)
         x -= decay * x
-        weights.write_weight(
-            pointers[0], offsets, mask, x - lr * m, (rng_key, scales[2], offsets), ROUNDING, VECTOR
-        )  # CAME-x
+        weights.write_weight(pointers[0], where[0], where[1], x - lr * m, rng, ROUNDING, VECTOR)  # CAME-x

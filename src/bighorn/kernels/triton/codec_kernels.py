@@ -138,13 +138,6 @@ def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr)
 
 
 @triton.jit
-def nibble_at(pointer, elements, mask):
-    """Return codes of 4 bits one by one, which need not begin with a whole byte."""
-    both = tl.load(pointer + (elements >> 1), mask=mask, other=0).to(tl.int32)
-    return signed_nibble(both >> ((elements & 1) * 4).to(tl.int32))
-
-
-@triton.jit
 def signed_nibble(bits):
     """Return the codes whose two's complements are the lower 4 bits, as float32, of which 2^23 has a last bit of 1."""
     return common.as_float((bits & 15) ^ (TWO_TO_23 | 8)) - (2.0**23 + 8)

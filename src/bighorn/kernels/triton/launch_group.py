@@ -14,6 +14,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from bighorn.kernels import codec
 from bighorn.kernels.arithmetic import compute_dtype
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
@@ -120,9 +121,12 @@ class LaunchGroup(Generic[Options]):
 
     @staticmethod
     def chunks_of(x: Tensor, options: Options) -> int:
-        """Return the programs of a tensor. An empty one has one, too, which counts its step and writes its metrics."""
-        del options
-        return max(1, -(-x.numel() // CHUNK))
+        """Return the programs of a tensor; blocks of codes count as full ones.
+
+        An empty tensor has one, too, which counts its step and writes its metrics.
+        """
+        size = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK if options.blocks else x.numel()
+        return max(1, -(-size // CHUNK))
 
     def own_columns(self) -> list[list[int]]:
         """Return the algorithm's columns in the table of rows."""

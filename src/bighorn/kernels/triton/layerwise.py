@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bighorn.kernels import codec
-from bighorn.kernels.bucket import Bucket, Shard
+from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
-from bighorn.kernels.triton.launch_group import CHUNK, GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -57,12 +55,6 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             "BLOCK": LANES.value * (8 if narrow or m_form else 4),
         }
 
-    @staticmethod
-    def chunks_of(x: Tensor, options: Any) -> int:
-        """See `LaunchGroup.chunks_of`; all blocks of codes count as full ones."""
-        codes = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK
-        return max(1, -(-(codes if options.blocks else x.numel()) // CHUNK))
-
     def own_columns(self) -> list[list[int]]:
         """See `LaunchGroup.own_columns`; `layer_kernels.py` numbers the columns."""
         rows: list[list[int]] = []
@@ -88,15 +80,3 @@ class LayerwiseStepper(Stepper[Options]):
     """A layer-wise optimizer for some buckets on one device."""
 
     group = LayerLaunchGroup
-
-    @staticmethod
-    def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
-        """The reason why this backend cannot serve a tensor, or None."""
-        reason = Stepper.unsupported_reason(param, options, shard)
-        if (
-            options.blocks
-            and not reason
-            and max(math.prod(param.shape[1:]), math.prod(codec.scales_shape(param.shape))) >= 2**31
-        ):
-            return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
-        return reason

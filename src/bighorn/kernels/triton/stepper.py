@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 import torch
 from torch import Tensor
 
+from bighorn.kernels import codec
 from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
@@ -33,8 +35,11 @@ class Stepper(Generic[Options]):
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
         """The reason why this backend cannot serve a tensor, or None."""
+        shape = param.shape
         if reason := unsupported_reason(param):
             return reason
+        if options.blocks and max(shape[1:].numel(), math.prod(codec.scales_shape(shape))) >= 2**31:
+            return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
         if shard is not None and options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
             return "Triton's random bits are for tensors that are cut up along three dims at most"
         return None

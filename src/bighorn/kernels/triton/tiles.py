@@ -2,20 +2,17 @@
 
 This package has four names for some elements of a tensor. A chunk is consecutive elements that one program of LAMB, or
 of CAME for unfactored tensors, serves; a tile is rows and columns of a matrix that one program of CAME serves; a block
-is the elements that a program has in registers at a time, which with codes are whole blocks of `kernels/codec.py`; a
-pack is the blocks of codes that one program of CAME encodes. A piece is rows or columns whose averages one program
-advances.
+is the elements that a program has in registers at a time, which with codes are whole blocks of `kernels/codec.py`. A
+piece is rows or columns whose averages one program advances.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 
-from bighorn.kernels import codec
 from bighorn.kernels.bucket import matrix_shape
 from bighorn.kernels.options import Factor
 
@@ -27,7 +24,6 @@ NARROW = 16  # the same, at least, for a tall matrix with fewer columns, which w
 LINES = 256  # rows or columns whose averages one program advances
 FEW_LINES = 8  # the same for lines with more than MANY partial sums
 MANY = 64
-PACK = 4  # quantization blocks that a program encodes
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,6 @@ class TileGrid:
     count: int
     height: int
     width: int
-    inner: int
-    """Elements for each index of dim 0, which blocks of codes do not cross."""
     area: int = AREA
     """Elements of a tile."""
 
@@ -52,11 +46,6 @@ class TileGrid:
     def tall(self) -> int:
         """The rows of a tile."""
         return self.area // self.wide
-
-    @cached_property
-    def codes_in_tiles(self) -> bool:
-        """Whether a row of a tile is a block of codes."""
-        return self.width == self.inner
 
     @cached_property
     def tiles(self) -> int:
@@ -85,17 +74,11 @@ class TileGrid:
         """The number of partial sums of columns."""
         return self.count * self.width * ceil(self.height, self.tall)
 
-    @cached_property
-    def packs(self) -> int:
-        """The number of packs of blocks of 8 bits."""
-        rows = self.count * self.height * self.width // max(self.inner, 1)
-        return ceil(rows * ceil(self.inner, codec.BLOCK), PACK)
-
 
 @lru_cache(maxsize=1024)
 def tile_grid(shape: torch.Size, factor: Factor | None, area: int = AREA) -> TileGrid:
     """Return the division of a tensor into tiles."""
-    return TileGrid(*matrix_shape(shape, factor), math.prod(shape[1:]), area)
+    return TileGrid(*matrix_shape(shape, factor), area)
 
 
 def area_of(elements: int) -> int:

@@ -66,11 +66,6 @@ FORCE_INLINE_TEMPLATE const real *decayed_grad(const LambReals *f, const int x_t
     return buffer;
 }
 
-/* Computes r, with the same bits in every function that calls this one, as those below; `root` is the root of v. */
-static inline real ratio_of(const LambReals f, real m, real root) { return f.correction * m / (root + f.eps); }
-
-static inline real update_of(const LambReals f, real x, real r) { return FMA(f.weight_decay, x, r); /* LAMB-u */ }
-
 static inline real moved(const LambReals f, real step, real x, real u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }

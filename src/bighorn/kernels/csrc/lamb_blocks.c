@@ -1,8 +1,12 @@
 /* The arithmetic of a LAMB step whose moments are in quantization blocks (codec.h). Each block is decoded, updated,
  * encoded, and read back as it is stored, in the first-level cache. */
 #include "codec.h"
-#include "lamb.h"
 #include "lanes.h"
+
+#define Value Lanes
+#define MULTIPLY_ADD fused
+#define EACH lanes
+#include "lamb_rule.h"
 
 /* One block. If the number of elements is not a multiple of LANES, data are copied into buffers and padded with
  * zeros. */
@@ -80,16 +84,12 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
     return powers(CODEC_UNSIGNED, REDUCED(CODEC_UNSIGNED) * from_ints(code));
 }
 
-/* Computes r from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
-FORCE_INLINE_TEMPLATE Lanes ratios(const enum CodecForm form, const LambReals f, float m_unit, float v_root_unit,
-                                   Lanes m, Lanes v) {
-    Lanes root = square_root(v), divisor = fused(root, lanes(v_root_unit), lanes(f.eps));
-    if (form == CODEC_NIBBLES) m *= root * v_root_unit;
-    return m * (f.correction * m_unit) / divisor;
-}
-
-FORCE_INLINE Lanes updates(const LambReals f, Lanes x, Lanes r) {
-    return fused(lanes(f.weight_decay), x, r); /* LAMB-u */
+/* Computes u from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
+FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm form, LambReals f, float m_unit, float v_root_unit, Lanes x,
+                                    Lanes m, Lanes v) {
+    const Lanes root = square_root(v);
+    f.correction *= m_unit;
+    return update_of(f, x, form == CODEC_NIBBLES ? m * (root * v_root_unit) : m, root, v_root_unit);
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -141,22 +141,20 @@ FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, co
 }
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
-FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block,
-                                      const LambReals f) {
+FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block, LambReals f) {
     const LayerRow *row = block->row;
     const float m_unit = scale_of(form, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(CODEC_UNSIGNED, row->exp_avg_sq_scale[block->scale]).unit;
     const float v_root_unit = form == CODEC_NIBBLES ? sqrtf(v_unit) : 1;
-    const float beta1 = f.beta1 * m_unit, beta2 = f.beta2 * v_unit;
     const void *g = block->g, *m_codes = block->m_codes, *v_codes = block->v_codes;
     const int n = block->n;
     LaneWords m_top = {0}, v_top = {0};
+    f.beta1 *= m_unit, f.beta2 *= v_unit;
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = f.scale * load_as(type, g, i);
         Lanes m = load_powers(form, m_codes, i), v = load_powers(CODEC_UNSIGNED, v_codes, i);
         if (form == CODEC_NIBBLES) m *= square_root(v) * v_root_unit;
-        m = fused(lanes(beta1), m, f.beta3 * grad);          /* LAMB-m */
-        v = fused(lanes(beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
+        m = next_m(f, m, grad), v = next_v(f, v, grad);
         store(block->m + i, m);
         store(block->v + i, v);
         m_top = larger(m_top, (LaneWords)magnitudes(m));
@@ -203,7 +201,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
         Lanes v = load(block->v + i);
         if (form != CODEC_NIBBLES) v = store_powers(CODEC_UNSIGNED, v, v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
-        Lanes x = load_as(type, all_x, i), u = updates(f, x, ratios(form, f, m_scale.unit, v_root_unit, m, v));
+        Lanes x = load_as(type, all_x, i), u = updates(form, f, m_scale.unit, v_root_unit, x, m, v);
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
@@ -234,7 +232,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, 
     const float v_root_unit = sqrtf(scale_of(CODEC_UNSIGNED, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(form, block->m_codes, i), v = load_powers(CODEC_UNSIGNED, block->v_codes, i);
-        store(block->u + i, updates(f, load_as(type, block->x, i), ratios(form, f, m_unit, v_root_unit, m, v)));
+        store(block->u + i, updates(form, f, m_unit, v_root_unit, load_as(type, block->x, i), m, v));
     }
 }
 

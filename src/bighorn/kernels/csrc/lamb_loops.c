@@ -1,6 +1,9 @@
 /* The arithmetic of a LAMB step whose moments are floats, in float32 (and, in lamb_loops_double.c, in float64). Data of
  * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
-#include "lamb.h"
+#define Value real
+#define MULTIPLY_ADD FMA
+#define EACH(factor) (factor)
+#include "lamb_rule.h"
 
 /* The use of u: none but its square, or it is stored, or it is applied. */
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
@@ -31,9 +34,9 @@ FORCE_INLINE const real *decayed_piece(const LambReals *f, const LayerPiece *p) 
 FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int g_type, const int state_type, real g, real x, real *m,
                                     real *v) {
     real grad = f.scale * g;
-    *m = rounded(state_type, g_type, FMA(f.beta1, *m, f.beta3 * grad));          /* LAMB-m */
-    *v = rounded(state_type, g_type, FMA(f.beta2, *v, f.beta4 * (grad * grad))); /* LAMB-v */
-    return update_of(f, x, ratio_of(f, *m, square_root_of(*v)));
+    *m = rounded(state_type, g_type, next_m(f, *m, grad));
+    *v = rounded(state_type, g_type, next_v(f, *v, grad));
+    return update_of(f, x, *m, square_root_of(*v), 1);
 }
 
 /* One loop per combination of the compile-time constants: types, and the use of u. */
@@ -104,7 +107,7 @@ static LayerSums careful_sums(const LambReals f, const LayerPiece *p) {
     LayerSums sums = {0};
     for (int i = 0; i < p->n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
-        const double u = update_of(f, x, ratio_of(f, m, square_root_of(load_element(p->state_type, p->v, i))));
+        const double u = update_of(f, x, m, square_root_of(load_element(p->state_type, p->v, i)), 1);
         add_sums(&sums, (LayerSums){(double)x * x, u * u});
     }
     return sums;
@@ -164,7 +167,7 @@ static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *facto
 
 /* Returns u: what is stored, or computed from the moments. */
 FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const real *stored, int i, real x, real m, real v) {
-    return stored ? stored[i] : update_of(f, x, ratio_of(f, m, square_root_of(v)));
+    return stored ? stored[i] : update_of(f, x, m, square_root_of(v), 1);
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,

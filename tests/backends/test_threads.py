@@ -74,7 +74,7 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
         print(len(set(one)), len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 5)
     """
     different, tasks = map(int, run_afresh(code, **ENVIRONMENTS[environment]).split())
-    assert different == 9, "the options made no difference, so neither would a mistake"
+    assert different == 8, "the options made no difference, so neither would a mistake"
     if environment == "free":
         assert tasks >= 5, "5 threads were asked for, but there are no 5"
 
@@ -147,9 +147,8 @@ def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the parameters that the library serves nor the one that foreach serves change."""
-    parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
-    groups = [{"params": parameters[:1], "cautious": True}, {"params": parameters[1:], "cautious": False}]
-    optimizer = Lamb(groups, lr=0.1)
+    parameters = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
+    optimizer = Lamb(parameters, lr=0.1)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     if not first:
@@ -252,7 +251,7 @@ def test_threads_with_small_stacks(size: int) -> None:
 
         def work():
             shapes = ((64, 64), (5000, 40), (300, 9000), (20,), (64, 3, 3, 3), (70, 8, 3, 3))
-            dtypes = [*itertools.product((torch.float32, torch.bfloat16), (None, "int8")), (torch.float64, "bfloat16")]
+            dtypes = itertools.product((torch.float32, torch.bfloat16), (None, "int8"))
             for kind, (dtype, bits), shape in itertools.product((Came, Lamb), dtypes, shapes):
                 p = torch.nn.Parameter(torch.ones(shape).to(dtype))
                 optimizer = kind([p], lr=0.1, state_dtype=bits, backend="cpu")
@@ -418,8 +417,6 @@ MEMORY = """
         ("cpu", torch.float32, torch.float32, torch.contiguous_format, 16),
         ("cpu", torch.bfloat16, torch.float32, torch.contiguous_format, 16),
         ("cpu", torch.float32, torch.float32, torch.channels_last, 16),
-        ("cpu", torch.float32, torch.float64, torch.contiguous_format, 16),
-        ("cpu", torch.float64, torch.float64, torch.contiguous_format, 16),
         ("foreach", torch.float32, torch.float32, torch.contiguous_format, 32),
     ):
         if os.fork() == 0:  # scratch that a thread keeps is new in each

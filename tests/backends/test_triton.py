@@ -267,7 +267,7 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "DEVICES", ("meta",))
     monkeypatch.setattr(device, "broken", lambda _: None)
     assert lamb.Lamb.unsupported_reason(GPU, OPTIONS, None) is None
-    assert lamb.Lamb.unsupported_reason(GPU.double(), OPTIONS, None) is None
+    assert "torch.float64" in str(lamb.Lamb.unsupported_reason(GPU.double(), OPTIONS, None))
     assert lamb.Lamb.unsupported_reason(GPU.int(), OPTIONS, None) == "its dtype is torch.int32"
     assert lamb.Lamb.unsupported_reason(GPU, replace(OPTIONS, blocks=True, weight_rounding="kahan"), None) is None
     long = torch.empty(2, 2**31, device="meta")

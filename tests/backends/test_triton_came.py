@@ -21,7 +21,7 @@ from tests.support.triton_interpreter import compiled, interpreted, mostly_slow,
 pytest.importorskip("triton")
 
 Factor = Literal["matrix", "last_two"]
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 INT8, INT4 = torch.int8, torch.uint8
 OPTIONS = replace(DEFAULTS, bias_correction=True, scale_parameter=True)
 
@@ -38,7 +38,6 @@ def bucket(
 ) -> Bucket[CameOptions]:
     """Return rows with a gradient each and a state as after some steps."""
     torch.manual_seed(0)
-    compute = torch.promote_types(dtype, F32)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
@@ -48,12 +47,12 @@ def bucket(
         coded = [codec.encode(torch.randn(shape), form, leading=n) for shape, n in zip(shapes, leading, strict=True)]
         state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
     if factor is None:
-        state["exp_avg_sq"] = [torch.rand(shape).to(compute) for shape in shapes]
+        state["exp_avg_sq"] = [torch.rand(shape) for shape in shapes]
     for of in ("sq", "res") if factor else ():
         rows = [shape[:1] if factor == "matrix" else shape[:-1] for shape in shapes]
         cols = [shape[1:] if factor == "matrix" else (*shape[:-2], shape[-1]) for shape in shapes]
-        state[f"exp_avg_{of}_row"] = [torch.rand(shape).to(compute) for shape in rows]
-        state[f"exp_avg_{of}_col"] = [torch.rand(shape).to(compute) for shape in cols]
+        state[f"exp_avg_{of}_row"] = [torch.rand(shape) for shape in rows]
+        state[f"exp_avg_{of}_col"] = [torch.rand(shape) for shape in cols]
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]

@@ -113,8 +113,8 @@ def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     """Return the least numbers of 128-bit loads and stores of a thread."""
     each = constants.get("TILE_BLOCK", constants.get("BLOCK", 8 * device.THREADS)) // device.THREADS
-    bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S", "COMPUTE"))]
-    x, g, s, v, kept = (each * width // 128 for width in (*bits, KEPT.get(constants.get("ROUNDING", ""), 0)))
+    bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S"))]
+    x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
     coded, s = bool(constants.get("M_FORM")), s // 2 if constants.get("M_FORM") == "nibbles" else s
     return {
         "lars_norms": (2 * (x + kept) + g, 0),

@@ -152,8 +152,6 @@ LAYOUTS: dict[str, tuple[Factor | None, tuple[Shape, ...], list[Cuts]]] = {
 }
 
 
-DOUBLED = ("both", "all-of-matrices", "unfactored-matrices")
-IN_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "average": torch.float64}
 OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_rate": 0.8, "maximize": True}
 
 
@@ -163,10 +161,6 @@ OTHER: dict[str, Any] = {"scale_parameter": False, "eps": (1e-3, 1e-2), "decay_r
     [
         *(pytest.param(layout, {}, id=layout) for layout in LAYOUTS),
         *(pytest.param(layout, OTHER, id=f"{layout}-other") for layout in ("columns", "rows-of-matrices")),
-        *(
-            pytest.param(layout, IN_DOUBLE, id=f"{layout}-float64", marks=[pytest.mark.slow] * (layout not in DOUBLED))
-            for layout in LAYOUTS
-        ),
     ],
 )
 def test_came_on_ranks_equals_the_unsharded_step(layout: str, options: dict[str, Any]) -> None:
@@ -189,13 +183,12 @@ def came_on_ranks_equals_the_unsharded_step(
     added, expected = together(ranks, came.Came, 0.5), together(theirs, kernels.kernel("reference", "came"), 0.5)
     assert added == expected
     test_triton_came.stepped(whole, 0.5)
-    rtol, atol = (1e-13, 1e-15) if "dtype" in options else (1e-5, 1e-6)
     for rank in ranks:
         torch.testing.assert_close(rank.metrics, whole.metrics, rtol=1e-5, atol=0)
         assert all(a.equal(b) for a, b in zip(rank.steps, whole.steps, strict=True))
     for name, values in all_ranks(whole, ranks).items():
         for ours, theirs_ in zip(values, {"x": whole.params, **whole.state}[name], strict=True):
-            torch.testing.assert_close(ours, theirs_, rtol=rtol, atol=atol)
+            torch.testing.assert_close(ours, theirs_, rtol=1e-5, atol=1e-6)
 
 
 @interpreted

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lars
 from bighorn.optim import plan_builder
-from tests.support.cases import Kind, Optimizer
+from tests.support.cases import Kind, Optimizer, serving
 
 SHAPES = [(40, 30), (7,), (1,), (0,), (12, 5, 3, 3), (300, 200), (64, 64), (5, 33)]
 
@@ -40,7 +40,7 @@ def test_a_step_without_some_gradients_is_that_of_the_others_alone(
     given, dtype = OPTIONS[options]
     if kind is Lars and options == "int8" and backend == "cpu":
         backend = "auto"  # the C library has no momentum of LARS in blocks
-    given = {"lr": 0.01, "weight_decay": 0.1, "backend": backend, **given}
+    given = {"lr": 0.01, "weight_decay": 0.1, "backend": serving(backend, dtype), **given}
     together, alone = parameters(dtype), parameters(dtype)
     optimizer = kind([(f"p{i}", p) for i, p in enumerate(together)], **given)
     others = [kind([(f"p{i}", p)], **given) for i, p in enumerate(alone)]

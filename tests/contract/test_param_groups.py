@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from tests.support.cases import KINDS, Kind
+from tests.support.cases import KINDS, Kind, serving
 from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
 from tests.support.tables import for_every
 
@@ -83,6 +83,7 @@ def test_parameters_of_one_shape_step_as_each_does_alone(kind: Kind, backend: st
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32)
     together = [Parameter(drawn.to(dtype, copy=True)) for dtype in dtypes]
     together[1] = Parameter(drawn.t().contiguous().t())  # another memory order
+    backend = serving(backend, torch.float64)
     apart = copy.deepcopy(together)
     for param in (*together, *apart):
         param.grad = torch.zeros_like(param).copy_(gradient)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Came, Lars
 from tests.support.case_tensors import ZOO, Leaf, arranged
-from tests.support.cases import Case, Kind, set_gradients
+from tests.support.cases import Case, Kind, serving, set_gradients
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
     BY_ID,
@@ -343,6 +343,7 @@ def test_a_step_in_parts_is_a_step_to_the_last_bit(dtype: torch.dtype, kind: Kin
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((33, 7), (5,), (3000,), (6, 1))]
     whole, parted = ([Parameter(value.clone()) for value in values] for _ in range(2))
+    backend = serving(backend, dtype)
     first, second = (kind(params, lr=0.01, weight_decay=0.1, backend=backend) for params in (whole, parted))
     for _ in range(3):
         for a, b in zip(whole, parted, strict=True):

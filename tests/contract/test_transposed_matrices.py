@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from bighorn import Came
 from tests.support.case_tensors import arranged
+from tests.support.cases import serving
 
 pytestmark = pytest.mark.long
 
@@ -59,6 +60,7 @@ def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Para
     first, second = (Parameter(torch.randn(shape, generator=generator).to(dtype)) for _ in range(2))
     first.data = layout(first.data)
     groups: list[dict[str, Any]] = [{"params": [first, second], **own}]
+    backend = serving(backend, dtype)
     return Came(groups, lr=0.01, weight_decay=0.1, backend=backend, **options), [first, second]
 
 

@@ -29,7 +29,7 @@ static void free_all(void) {
     while (allocations) free(allocated[--allocations]);
 }
 
-static size_t bytes_of(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : type >= INT8 ? 1 : 2; }
+static size_t bytes_of(int type) { return type == FLOAT32 ? 4 : type >= INT8 ? 1 : 2; }
 
 /* Values in (-1, 1); the seed is different for each tensor. */
 static void *values(int64_t count, int type, uint32_t seed) {
@@ -38,7 +38,6 @@ static void *values(int64_t count, int type, uint32_t seed) {
         seed = seed * 1664525u + 1013904223u;
         const float value = (float)(int32_t)seed * 0x1p-31f;
         if (type == FLOAT32) ((float *)data)[i] = value;
-        else if (type == FLOAT64) ((double *)data)[i] = value;
         else if (type == FLOAT16) ((uint16_t *)data)[i] = to_float16(value);
         else ((uint16_t *)data)[i] = to_bfloat16(value, 1);
     }
@@ -62,7 +61,7 @@ static double mean_magnitude(const Weights *w, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t at = w->memory ? layout_offset(w->memory, i, &rest) : i;
         real value;
-        sum += fabs(w->type == FLOAT64 ? ((const double *)w->data)[at] : *widen(w->data, w->type, at, 1, &value));
+        sum += fabs(*widen(w->data, w->type, at, 1, &value));
     }
     return count ? sum / (double)count : 0;
 }
@@ -70,11 +69,10 @@ static double mean_magnitude(const Weights *w, int64_t count) {
 static const struct {
     int type, rounding;
 } STORED[] = {
-    {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC},
-    {BFLOAT16, ROUND_KAHAN},  {FLOAT16, ROUND_MASTER},   {FLOAT16, ROUND_NEAREST},
-    {FLOAT16, ROUND_KAHAN},   {BFLOAT16, ROUND_KAHAN8},  {FLOAT64, ROUND_NEAREST},
+    {FLOAT32, ROUND_NEAREST}, {BFLOAT16, ROUND_NEAREST}, {BFLOAT16, ROUND_STOCHASTIC}, {BFLOAT16, ROUND_KAHAN},
+    {FLOAT16, ROUND_MASTER},  {FLOAT16, ROUND_NEAREST},  {FLOAT16, ROUND_KAHAN},       {BFLOAT16, ROUND_KAHAN8},
 };
-enum { STORED_DOUBLE = sizeof STORED / sizeof STORED[0] - 1, STORED_WAYS = STORED_DOUBLE };
+enum { STORED_WAYS = sizeof STORED / sizeof STORED[0] };
 
 /* Weights of some rows have gaps in memory, or are transposed, or both: the results must be the same. */
 static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
@@ -103,7 +101,7 @@ static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
     return w;
 }
 
-static const int GRAD_TYPES[] = {FLOAT32, BFLOAT16, FLOAT16, FLOAT64};
+static const int GRAD_TYPES[] = {FLOAT32, BFLOAT16, FLOAT16, FLOAT32};
 
 /* ---- rows of both optimizers ------------------------------------------------------------------------------ */
 
@@ -188,13 +186,12 @@ static void add_layer(int64_t height, int64_t width, int stored, int state_type)
     add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3);
 }
 
-enum LambMoments { IN_FLOATS, IN_BLOCKS, OF_DOUBLES };
+enum LambMoments { IN_FLOATS, IN_BLOCKS };
 
 static void step_lamb(int variant, enum LambMoments moments) {
     static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {3, 8192}, {70, 99},
                                         {9, 257},   {5, 16},    {1, 13},   {1, 1}};
-    const int types[3][3] = {{FLOAT32, BFLOAT16}, {INT8, INT4}, {FLOAT64, FLOAT32, BFLOAT16}};
-    const int doubles = moments == OF_DOUBLES;
+    const int types[2][2] = {{FLOAT32, BFLOAT16}, {INT8, INT4}};
     const LambOptions options = {
         .lr = 0.1,
         .betas = {0.9, 0.999},
@@ -212,11 +209,8 @@ static void step_lamb(int variant, enum LambMoments moments) {
     };
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
-        for (int stored = doubles ? STORED_DOUBLE : 0; stored < (doubles ? STORED_DOUBLE + 1
-                                                                 : i     ? STORED_WAYS
-                                                                         : 1);
-             stored++)
-            for (int k = 0; k < (doubles ? 3 : 2); k++)
+        for (int stored = 0; stored < (i ? STORED_WAYS : 1); stored++)
+            for (int k = 0; k < 2; k++)
                 if (types[moments][k] != INT4 || SHAPES[i][1] % 2 == 0)
                     add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k]);
     double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
@@ -232,7 +226,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
     }
     Results all = {0};
     char name[24];
-    snprintf(name, sizeof name, "%s%s", LAMBS[variant].name, (const char *[]){"", "-blocks", "-double"}[moments]);
+    snprintf(name, sizeof name, "%s%s", LAMBS[variant].name, moments == IN_BLOCKS ? "-blocks" : "");
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
     print_results(&all, name);
     free_all();
@@ -245,16 +239,15 @@ static FactoredShard shards[MAX_ROWS];
 
 static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
     const int64_t size = matrices * height * width, scales = matrices * height * blocks_in_row(width);
-    const size_t wide = STORED[stored].type == FLOAT64 ? sizeof(double) : sizeof(float);
     came_rows[rows] = (FactoredRow){
         .weights = weights_of(rows, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = state_type >= INT8 ? zeros(scales, sizeof(float)) : NULL,
-        .exp_avg_sq = factored ? NULL : zeros(size, wide),
-        .exp_avg_sq_row = factored ? zeros(matrices * height, wide) : NULL,
-        .exp_avg_sq_col = factored ? zeros(matrices * width, wide) : NULL,
-        .exp_avg_res_row = factored ? zeros(matrices * height, wide) : NULL,
-        .exp_avg_res_col = factored ? zeros(matrices * width, wide) : NULL,
+        .exp_avg_sq = factored ? NULL : zeros(size, sizeof(float)),
+        .exp_avg_sq_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
+        .exp_avg_sq_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
+        .exp_avg_res_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
+        .exp_avg_res_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
         .step = &steps[rows],
         .metrics = norms[rows],
         .matrices = matrices,
@@ -282,10 +275,10 @@ static void add_shard(int row, int split_down, int split_across) {
     for (int round = 0; round < 3; round++) shards[row].sums[round] = zeros(2 * lines + 2, sizeof(double));
 }
 
-static void step_came(int split_down, int split_across, bool sharded, bool doubles) {
+static void step_came(int split_down, int split_across, bool sharded) {
     static const int64_t SHAPES[][3] = {{1, 1100, 1000}, {1, 3, 9001}, {3, 1500, 5}, {3, 5, 1500}, {1, 70, 90},
                                         {1, 30, 31},     {40, 3, 3},   {1, 17, 3},   {64, 1, 1},   {1, 1, 1}};
-    static const int STATE_TYPES[2][4] = {{FLOAT32, BFLOAT16, INT8, FLOAT16}, {FLOAT64, BFLOAT16, FLOAT32, FLOAT16}};
+    static const int STATE_TYPES[] = {FLOAT32, BFLOAT16, INT8, FLOAT16};
     const CameOptions options = {
         .lr = 0.1,
         .betas = {0.9, 0.999, 0.9999},
@@ -301,8 +294,8 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++) {
         const int64_t *shape = SHAPES[i];
         for (int k = 0; k < (i ? 8 : 1); k++)
-            add_came(shape[0], shape[1], shape[2], doubles ? STORED_DOUBLE : (k + (int)i) % STORED_WAYS,
-                     k == 2 && !doubles && shape[2] % 2 == 0 ? INT4 : STATE_TYPES[doubles][k % 4], k < 6);
+            add_came(shape[0], shape[1], shape[2], (k + (int)i) % STORED_WAYS,
+                     k == 2 && shape[2] % 2 == 0 ? INT4 : STATE_TYPES[k % 4], k < 6);
     }
     for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
     double *beta2s = zeros(rows, sizeof(double));
@@ -315,13 +308,7 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
                               workspace);
         bighorn_advance(counts, rows);
     }
-    char name[16];
-    snprintf(name, sizeof name, "%s%s",
-             !sharded                     ? "came"
-             : split_down && split_across ? "both"
-             : split_down                 ? "down"
-                                          : "across",
-             doubles ? "-double" : "");
+    const char *name = !sharded ? "came" : split_down && split_across ? "both" : split_down ? "down" : "across";
     Results all = {0};
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &came_rows[i].weights);
     print_results(&all, name);
@@ -330,7 +317,7 @@ static void step_came(int split_down, int split_across, bool sharded, bool doubl
 
 /* ---- LARS ------------------------------------------------------------------------------------------------ */
 
-static void step_lars(int variant, bool doubles) {
+static void step_lars(int variant) {
     static const int64_t SHAPES[][2] = {{500, 600}, {41, 1003}, {70, 99}, {9, 257}, {1, 13}};
     const LarsOptions options = {
         .lr = 0.1,
@@ -345,11 +332,10 @@ static void step_lars(int variant, bool doubles) {
         .maximize = variant,
         .rounding_seed = 1ull << 40,
     };
-    const int types[] = {FLOAT32, BFLOAT16, FLOAT64};
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
-        for (int stored = doubles ? STORED_DOUBLE : 0; stored < (doubles ? STORED_DOUBLE + 1 : STORED_WAYS); stored++)
-            for (int k = 0; k < 2 + doubles; k++) add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[k]);
+        for (int stored = 0; stored < STORED_WAYS; stored++)
+            for (int k = 0; k < 2; k++) add_layer(SHAPES[i][0], SHAPES[i][1], stored, k ? BFLOAT16 : FLOAT32);
     double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
     double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
@@ -361,8 +347,7 @@ static void step_lars(int variant, bool doubles) {
         bighorn_advance(counts, rows);
     }
     Results all = {0};
-    char name[24];
-    snprintf(name, sizeof name, "%s%s", variant ? "lars-joint" : "lars", doubles ? "-double" : "");
+    const char *name = variant ? "lars-joint" : "lars";
     for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
     print_results(&all, name);
     free_all();
@@ -378,14 +363,11 @@ int main(int argc, char **argv) {
     for (int variant = 0; variant < (int)(sizeof LAMBS / sizeof LAMBS[0]); variant++) {
         step_lamb(variant, IN_FLOATS);
         if (LAMBS[variant].second_moment == SECOND_MOMENT_ADAM) step_lamb(variant, IN_BLOCKS);
-        step_lamb(variant, OF_DOUBLES);
     }
-    for (int doubles = 0; doubles < 2; doubles++) {
-        for (int variant = 0; variant < 2; variant++) step_lars(variant, doubles);
-        step_came(0, 0, false, doubles);
-        step_came(1, 0, true, doubles);
-        step_came(0, 1, true, doubles);
-        step_came(1, 1, true, doubles);
-    }
+    for (int variant = 0; variant < 2; variant++) step_lars(variant);
+    step_came(0, 0, false);
+    step_came(1, 0, true);
+    step_came(0, 1, true);
+    step_came(1, 1, true);
     return 0;
 }

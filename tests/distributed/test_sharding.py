@@ -62,7 +62,7 @@ ROUNDS = [
     ),
     *(("cpu", f"came-{case}") for case in ("published", "everything", "bfloat16-states-int8-everything")),
     ("cpu", "came-bfloat16-states-int4-all-published"),
-    *(("cpu", case) for case in ("l2", "bfloat16-states-int8-adamw", "float64-everything")),
+    *(("cpu", case) for case in ("l2", "bfloat16-states-int8-adamw")),
 ]
 
 

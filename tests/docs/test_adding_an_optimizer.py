@@ -51,7 +51,7 @@ def blocks(language: str) -> list[str]:
 def applied_to(package: Path) -> int:
     """Apply the page to a copy of the package, and return the number of lines of the optimizer that are not blank."""
     reference, optim, foreach, cpu, triton, triton_layout, triton_kernels, _ = blocks("py")
-    header, rule, loops, double = blocks("c")
+    header, rule, loops = blocks("c")
     new = {
         "optim/lion.py": optim,
         "kernels/reference/lion.py": reference,
@@ -60,7 +60,6 @@ def applied_to(package: Path) -> int:
         "kernels/csrc/lion.h": header,
         "kernels/csrc/lion.c": rule,
         "kernels/csrc/lion_loops.c": loops,
-        "kernels/csrc/lion_loops_double.c": double,
         "kernels/triton/lion.py": triton,
         "kernels/triton/lion_layout.py": triton_layout,
         "kernels/triton/lion_kernels.py": triton_kernels,

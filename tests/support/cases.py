@@ -43,8 +43,17 @@ LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": LambOptions.rare, "triton
 """The options, with their values, that a backend leaves to others."""
 
 
+DOUBLE = {torch.float64, torch.complex128}
+"""The dtypes of parameters that compiled backends leave to others."""
+
+
 def leaves_out(backend: str, options: Mapping[str, object]) -> bool:
     return any(options.get(option) == value for option, value in LEFT_OUT.get(backend, {}).items())
+
+
+def serving(backend: str, dtype: torch.dtype) -> str:
+    """Return the backend to ask for: "auto" if this one leaves parameters of this dtype to others."""
+    return "auto" if backend in LEFT_OUT and dtype in DOUBLE else backend
 
 
 class ExactLamb(Lamb):
@@ -113,6 +122,8 @@ class Case:
     def runs_on(self, backend: str) -> bool:
         """Whether this backend must serve this case."""
         if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
+            return False
+        if backend in LEFT_OUT and DOUBLE & {leaf.dtype or self.dtype for leaf in self.leaves}:
             return False
         groups = (self.options, *self.groups)
         return not any(leaves_out(backend, group) for group in groups)

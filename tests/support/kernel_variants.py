@@ -26,10 +26,10 @@ from tests.support.cases import Kind, set_gradients
 from tests.support.covering_cases import fewest
 from tests.support.kernel_compilation import TARGETS
 
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDINGS = ("kahan", "kahan8", "stochastic", "master")
 STATES = (F32, BF16, "int8", "int4")
-POINTERS = {F64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
+POINTERS = {torch.float64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,9 @@ def recorded() -> list[Request]:
 def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
     modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
-    for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
+    for x, g in itertools.product((F32, BF16, F16), repeat=2):
         for mode, moments in itertools.product(modes, (F32, BF16, "int8", *(["int4"] if g == x else []))):
             yield Lamb, x, g, {**mode, "state_dtype": moments}
-    for g, moments, mode in itertools.product((F64, F32), (None, F32, BF16), modes):
-        yield Lamb, F64, g, {**mode, "state_dtype": moments}
     for x, g, moments, rounding in itertools.product((BF16, F16), (F32, BF16), STATES, ROUNDINGS):
         yield Lamb, x, g, {"state_dtype": moments, "weight_rounding": rounding}
 
@@ -119,11 +117,9 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
 def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield the same for CAME or LARS as `lamb_options` does for LAMB."""
     also = [F16] if kind is Came else []
-    for x, g in itertools.product((F32, BF16, F16), (F32, BF16, F16, F64)):
+    for x, g in itertools.product((F32, BF16, F16), repeat=2):
         for average in (F32, BF16, *also, "int8", *(["int4"] if g == x else [])):
             yield kind, x, g, {"state_dtype": average}
-    for g, average in itertools.product((F64, F32), (None, F32, BF16, *also)):
-        yield kind, F64, g, {"state_dtype": average}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (*STATES, *also), ROUNDINGS):
         yield kind, x, g, {"state_dtype": average, "weight_rounding": rounding}
 
@@ -147,9 +143,6 @@ def make_shards() -> None:
         for average in (F32, torch.int8) if all(set(cut) == {0} for cut in cuts) else (F32,):
             whole = test_triton_came.bucket(*small, factor=factor, average=average, **options)
             came.Came(on_ranks(whole, ends)[:1])
-        if not options:
-            double = test_triton_came.bucket(*small, factor=factor, dtype=F64, average=F64)
-            came.Came(on_ranks(double, ends)[:1])
     lamb.Lamb(on_ranks(test_triton.bucket((7, 30)), [{1: [11]}])[:1])
     for rounding in ROUNDINGS:
         lamb.Lamb(on_ranks(test_triton.bucket((7, 30), dtype=BF16, weight_rounding=rounding), [{1: [11]}])[:1])

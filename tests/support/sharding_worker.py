@@ -210,8 +210,8 @@ RUNS: Mapping[str, Run] = {
     "lamb-cpu-means": Run(
         Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
-    "lamb-cpu-float64": Run(
-        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, backend="cpu", compares_state=True
+    "lamb-foreach-float64": Run(
+        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, backend="foreach", compares_state=True
     ),
     "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
     "came-cpu": Run(
@@ -222,8 +222,8 @@ RUNS: Mapping[str, Run] = {
         tolerance=1e-5,
         compares_state=True,
     ),
-    "came-cpu-float64": Run(
-        Came, {"eps": (1e-3, 1e-3)}, {"grad_centralization": True}, backend="cpu", compares_state=True
+    "came-foreach-float64": Run(
+        Came, {"eps": (1e-3, 1e-3)}, {"grad_centralization": True}, backend="foreach", compares_state=True
     ),
     "came-cpu-last-two": Run(
         Came,

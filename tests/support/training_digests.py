@@ -51,10 +51,6 @@ def matrices(seed: int = 0) -> list[Parameter]:
     return [Parameter(noise(seed)[: math.prod(shape)].view(shape).bfloat16()) for shape in SHAPES]
 
 
-def doubles() -> list[Parameter]:
-    return [Parameter(p.detach().double()) for p in (*matrices(), *parameters(largest=100_000))]
-
-
 def set_gradients(params: list[Parameter], seed: int) -> None:
     for p in params:
         p.grad = noise(seed)[: p.numel()].view(p.shape).to(p.dtype).clone()
@@ -82,7 +78,7 @@ def digests(threads: int) -> list[int]:
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     runs = [(parameters, OPTIONS[name]) for name in OPTIONS] + [(matrices, FEW_BITS[name]) for name in FEW_BITS]
     out = []
-    for make, options in (*runs, (doubles, {})):
+    for make, options in runs:
         params = make()
         out.append(digest(params, train(params, steps=1, **options)))
     return out

@@ -62,8 +62,8 @@ class Entry:
     """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
     views: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     """The functions that make a gradient one of `dense`, in this order."""
-    copies: bool = False
-    """Whether gradients are copied, since they have another memory order than `dense`."""
+    copies: torch.dtype | None = None
+    """The dtype in which gradients are copied, if kernels cannot read them where they are; else None."""
     arriving: tuple[Tensor, Tensor] | None = None
     """The memory of this step's copy, and the gradient, which may not be there yet."""
 
@@ -138,7 +138,8 @@ class Entry:
     def expect(self, grad: Tensor, copies: bool = True) -> None:
         """Prepare for gradients of the kind of this one, of all of `param` on this rank.
 
-        Those in another memory order are copied, unless `copies` is False: wrappers may not allow it.
+        Those in another memory order than `dense`, or in float64 beside narrower weights, are copied, but not those of
+        wrappers, which may not allow it.
         """
         self.views = []
         if grad.is_complex() or grad.is_neg():
@@ -147,13 +148,16 @@ class Entry:
             self.views.append(self.fragment.of)
         if self.turned:
             self.views.append(transposed)
-        self.copies = copies and not (self.variant.centres or same_layout(self.viewed(grad), self.dense))
+        grad = self.viewed(grad)
+        dtype = torch.float32 if grad.dtype == torch.float64 != self.dense.dtype else grad.dtype
+        in_place = self.variant.centres or (same_layout(grad, self.dense) and dtype == grad.dtype)
+        self.copies = dtype if copies and not in_place else None
 
     @property
     def direct(self) -> bool:
         """Whether the gradient is the row, and the parameter needs no copy."""
-        changed = self.views or self.copies or self.stacked or self.variant.centres
-        return not changed and self.dense is self.view
+        converted = self.views or self.copies is not None or self.variant.centres
+        return not (converted or self.stacked) and self.dense is self.view
 
     def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the rows of a gradient."""
@@ -162,8 +166,8 @@ class Entry:
         if self.variant.centres:
             return self.slices(self.centred_grad)
         grad = self.viewed(grad)
-        if self.copies:
-            memory = torch.empty_strided(grad.shape, self.dense.stride(), dtype=grad.dtype, device=grad.device)
+        if self.copies is not None:
+            memory = torch.empty_strided(grad.shape, self.dense.stride(), dtype=self.copies, device=grad.device)
             self.arriving, grad = (memory, grad), memory
         return self.slices(grad)
 
@@ -174,7 +178,7 @@ class Entry:
         return grad
 
     def read_grad(self) -> None:
-        """Copy the gradient, which is there now, if it has another memory order than `dense`."""
+        """Copy the gradient, which is there now, if kernels cannot read it where it is."""
         if self.arriving is not None:
             memory, grad = self.arriving
             memory.copy_(grad)

@@ -20,8 +20,7 @@ class Shards:
     Attributes:
         table: One entry per row.
         sums: In the order of rows, in float64.
-        dtypes: The dtypes in which they are reduced, as in the reference: float64 if there are sums of squares, or
-            float64 parameters.
+        dtypes: The dtypes in which they are reduced, as in the reference: float64 if there are sums of squares.
     """
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
@@ -44,9 +43,8 @@ class Shards:
             for whole, start in zip(self.table, itertools.accumulate(column, initial=0), strict=False):
                 whole.sums[i] = sums.data_ptr() + start * sums.itemsize
         both_ways = [bool(whole.split_down and whole.split_across) for whole in wholes]
-        double = any(bucket.params[i].dtype == torch.float64 for bucket, i, _ in rows)
         squares = [not all(both_ways), any(both_ways), False]
-        self.dtypes = [torch.float64 if double or squared else torch.float32 for squared in squares[: len(used)]]
+        self.dtypes = [torch.float64 if squared else torch.float32 for squared in squares[: len(used)]]
 
     def _whole(self, bucket: Bucket[CameOptions], i: int, shard: Shard) -> Any:
         factor, dims = bucket.options.factor, range(len(shard.shape))

@@ -18,8 +18,8 @@ from bighorn.kernels.rounding import AUX_STATE
 
 CHUNK_ELEMS = 8192  # CHUNK_ELEMS of csrc/run.h
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-STATE_TYPES = {**TYPES, torch.int8: 4, torch.uint8: 5}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STATE_TYPES = {**TYPES, torch.int8: 3, torch.uint8: 4}
 ROUNDING_MODES = {"nearest": 0, "stochastic": 1, "kahan": 2, "master": 3, "kahan8": 4}
 
 

@@ -11,7 +11,7 @@
 
 #include <stdint.h>
 
-enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, INT8 = 4, INT4 = 5 };
+enum DataType { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
 enum RoundingMode { ROUND_NEAREST = 0, ROUND_STOCHASTIC = 1, ROUND_KAHAN = 2, ROUND_MASTER = 3, ROUND_KAHAN8 = 4 };
 
 /* The phases of a layer-wise step. If one call runs both, the second phase finds its data in cache. */

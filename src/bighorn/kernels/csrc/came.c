@@ -8,8 +8,7 @@
 
 #include <math.h>
 
-TABLE_PER_ISA(CameLoops, PER_TYPE(came_loops))
-#define loops_for CONCATENATE(PER_TYPE(came_loops), _for)
+TABLE_PER_ISA(CameLoops, came_loops)
 
 /* One call. */
 typedef struct {
@@ -33,7 +32,7 @@ static void begin(CameWork *c, CameStep *s, int64_t index, const RowShare *share
     const CameOptions *o = &s->options[row->options];
     factored_begin(w, &s->step, index, o->maximize ? -s->grad_scale : s->grad_scale, s->beta2s[index], o->eps[0], share,
                    scratch, workspace);
-    c->loops = loops_for(s->step.isa);
+    c->loops = came_loops_for(s->step.isa);
     c->options = o;
     c->factors = (CameFactors){
         .beta1 = (real)o->betas[0],
@@ -215,10 +214,7 @@ static void step_shard(CameWork *c, int round) {
     }
 }
 
-FactoredStepRow came_step_row, came_step_row_double;
-
-void PER_TYPE(came_step_row)(FactoredStep *step, int64_t row, const RowShare *share, double *scratch,
-                             double *workspace) {
+static void step_row(FactoredStep *step, int64_t row, const RowShare *share, double *scratch, double *workspace) {
     CameStep *s = (CameStep *)step; /* of which it is the first member */
     CameWork c;
     begin(&c, s, row, share, scratch, workspace);
@@ -232,7 +228,6 @@ void PER_TYPE(came_step_row)(FactoredStep *step, int64_t row, const RowShare *sh
     factored_wait(&c.work); /* the workspace can be used again */
 }
 
-#if !defined(DOUBLE)
 /* Makes one CAME step of the `count` rows in `order`, the largest first, without counting it. If `shards` is not NULL,
  * the call makes only the part of the step before reduction round `round` (0 is the first), or after the last round.
  * The function allocates no memory, so it cannot fail. */
@@ -247,6 +242,5 @@ EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, 
         .beta2s = beta2s,
         .grad_scale = grad_scale,
     };
-    factored_step_rows(run, &s.step, came_step_row, came_step_row_double, order, count, workspace);
+    factored_step_rows(run, &s.step, step_row, order, count, workspace);
 }
-#endif

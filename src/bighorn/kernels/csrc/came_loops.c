@@ -1,5 +1,5 @@
-/* The arithmetic of a CAME step after the second moment: momentum, the residuals' averages, and x. It is in float32,
- * and in came_loops_double.c in float64; sums over more than a tile are in double. */
+/* The arithmetic of a CAME step after the second moment: momentum, the residuals' averages, and x. It is in float32;
+ * sums over more than a tile are in double. */
 #include "came.h"
 #include "codec.h"
 #include "factored_loops.h"
@@ -220,8 +220,8 @@ static double apply(const FactoredJob *job, const CameFactors *f, int64_t index,
             r[k] = factors.r[k] * f->step;
             total += factors.r[k] * factors.sum;
         }
-        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : REAL_TYPE, m_ready ? row->state_type : REAL_TYPE, s.n, x, m,
-                  r, factors.c, f->decay);
+        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? row->state_type : FLOAT32, s.n, x, m, r,
+                  factors.c, f->decay);
         for (int k = 0; k < s.count && !x_ready; k++)
             write_weights(w, f->rng_key, start_of(&job->grid, &s, k), s.n, x[k]);
     }

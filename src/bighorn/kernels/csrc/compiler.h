@@ -21,21 +21,11 @@
 #define CONCATENATE_(a, b) a##b
 #define CONCATENATE(a, b) CONCATENATE_(a, b)
 
-/* The type of the arithmetic is float, and double for float64 weights: NAME_double.c defines DOUBLE and includes
- * NAME.c, whose functions and constants for a type have names in PER_TYPE. */
-#if defined(DOUBLE)
-typedef double real;
-#define PER_TYPE(name) name##_double
-#define REAL_FUNCTION(name) name
-#else
-typedef float real;
-#define PER_TYPE(name) name
-#define REAL_FUNCTION(name) name##f
-#endif
+typedef float real; /* the type of the arithmetic */
 
 /* The name of an object that a source file defines once for each instruction set. CMakeLists.txt compiles such files
  * once with each value of ISA: v2, v3 and v4 on x86-64, base elsewhere. */
-#define PER_ISA(name) CONCATENATE(PER_TYPE(name), CONCATENATE(_, ISA))
+#define PER_ISA(name) CONCATENATE(name, CONCATENATE(_, ISA))
 
 /* Defines `table_for(isa)`, which selects among tables of functions that were each compiled for one instruction set. */
 #define TABLE_PER_ISA(Type, table) TABLE_PER_ISA_(Type, table)
@@ -53,7 +43,7 @@ typedef float real;
 
 /* A fused multiply-add if the instruction set has one. The build disables automatic contraction. */
 #if defined(__FMA__) || defined(__aarch64__)
-#define FMA(a, b, c) REAL_FUNCTION(__builtin_fma)(a, b, c)
+#define FMA(a, b, c) __builtin_fmaf(a, b, c)
 #else
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif

@@ -9,9 +9,8 @@
 
 #include <math.h>
 
-TABLE_PER_ISA(FactoredLoops, PER_TYPE(factored_loops))
+TABLE_PER_ISA(FactoredLoops, factored_loops)
 TABLE_PER_ISA(StridedLoops, strided_loops)
-#define loops_for CONCATENATE(PER_TYPE(factored_loops), _for)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
@@ -99,7 +98,7 @@ static FactoredWorkspace places_in(const FactoredGrid *g, const FactoredShard *s
     return p;
 }
 
-int64_t PER_TYPE(factored_workspace)(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
+int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
     const FactoredGrid grid = grid_of(row, shard, gradient);
     return places_in(&grid, shard).end;
 }
@@ -111,7 +110,7 @@ static int64_t column_elems_of(const FactoredGrid *g) {
     return (larger(2 * PIECE_ELEMS, g->tile_columns) + 15) / 16 * 16;
 }
 
-int64_t PER_TYPE(factored_scratch)(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
+int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
     const FactoredGrid grid = grid_of(row, shard, gradient);
     return SCRATCH_DOUBLES + doubles_of(COLUMN_BUFFERS * column_elems_of(&grid)) +
            factored_copied_bytes(&grid, row, gradient) / (int64_t)sizeof(double);
@@ -167,7 +166,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
     const FactoredWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     real *ratios = (real *)(workspace + p.ratios);
-    w->loops = loops_for(s->isa);
+    w->loops = factored_loops_for(s->isa);
     w->job = (FactoredJob){
         .row = row,
         .shard = shard,

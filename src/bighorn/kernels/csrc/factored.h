@@ -7,17 +7,6 @@
 #include "factored_rows.h"
 #include "factored_shards.h"
 
-/* Every type has separate functions. */
-#define factored_begin PER_TYPE(factored_begin)
-#define factored_average PER_TYPE(factored_average)
-#define factored_select PER_TYPE(factored_select)
-#define factored_total PER_TYPE(factored_total)
-#define factored_finish PER_TYPE(factored_finish)
-#define factored_param_square_sum PER_TYPE(factored_param_square_sum)
-#define factored_update_square_sum PER_TYPE(factored_update_square_sum)
-#define factored_second_moment PER_TYPE(factored_second_moment)
-#define factored_load_reduced PER_TYPE(factored_load_reduced)
-
 typedef struct {
     const FactoredLoops *loops;
     FactoredJob job;

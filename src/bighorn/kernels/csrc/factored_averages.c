@@ -137,7 +137,7 @@ static void fold_rows(int height, int width, const real *values, double *restric
 FORCE_INLINE_TEMPLATE void add_ratios(int height, const int width, const real *restrict values,
                                       const real *restrict row, real *restrict ratios) {
     real r[PIECE_ELEMS];
-    for (int i = 0; i < height; i++) r[i] = (real)ROOT_SCALE / square_root_of(row[i]);
+    for (int i = 0; i < height; i++) r[i] = (real)ROOT_SCALE / sqrtf(row[i]);
     for (int i = 0; i < height; i++)
 #pragma omp simd
         for (int j = 0; j < width; j++) ratios[i * width + j] += values[i * width + j] * r[i] * r[i];
@@ -150,7 +150,7 @@ FORCE_INLINE_TEMPLATE void expand_rows(int height, const int width, const real *
 #pragma omp simd
         for (int j = 0; j < width; j++) {
             real product = r[i] * c[j];
-            out[i * width + j] = product > REAL_MAX ? REAL_MAX : product;
+            out[i * width + j] = product > FLT_MAX ? FLT_MAX : product;
         }
 }
 

@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-/* Every instruction set and type has separate functions. */
+/* Every instruction set has separate functions. */
 #define factored_row_mean PER_ISA(factored_row_mean)
 #define factored_begin_tile PER_ISA(factored_begin_tile)
 #define factored_flush_rows PER_ISA(factored_flush_rows)
@@ -54,10 +54,10 @@ typedef struct {
 /* The factor of a row: sqrt(mean(row) / row), as a quotient of roots, since for a row of zeros beside large ones the
  * ratio is 1e42. */
 static inline real row_factor(real root_mean, const real *rows, int64_t i) {
-    return rows ? root_mean / square_root_of(rows[i]) : root_mean;
+    return rows ? root_mean / sqrtf(rows[i]) : root_mean;
 }
 
-static inline real column_factor(real col) { return 1 / square_root_of(col); }
+static inline real column_factor(real col) { return 1 / sqrtf(col); }
 
 void factored_set_columns(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
                           FactoredColumns *columns);

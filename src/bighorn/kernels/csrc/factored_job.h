@@ -103,7 +103,7 @@ static inline int is_split_both_ways(const FactoredShard *shard) {
     return shard && shard->split_down && shard->split_across;
 }
 
-/* The arithmetic of the second moment (factored_loops.c), in float32 and in float64. */
+/* The arithmetic of the second moment (factored_loops.c). */
 typedef struct {
     /* Adds q = g^2 to the averages of rows and columns, or to partial sums if a line extends over several tiles.
      * Returns the sum of u^2, before clipping, if the tile is a whole matrix and the gradient is read once. */

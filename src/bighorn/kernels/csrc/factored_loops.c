@@ -1,5 +1,5 @@
 /* The arithmetic of a factored second moment: its averages, and the sum of u^2, as in Adafactor and CAME. It is in
- * float32, and in factored_loops_double.c in float64; sums over more than a tile are in double. */
+ * float32; sums over more than a tile are in double. */
 #include "factored_loops.h"
 
 #include "rounding.h"
@@ -89,7 +89,7 @@ static void add_ratios(const FactoredJob *job, const FactoredTile *part, Factore
                        FactoredTileSums *sums) {
     const real *row = job->square.row.values + part->matrix * job->grid.height + part->row;
     real factors[PIECE_ELEMS];
-    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (real)ROOT_SCALE / square_root_of(row[i]);
+    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (real)ROOT_SCALE / sqrtf(row[i]);
     for (FactoredPiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
         real r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
@@ -109,7 +109,7 @@ static void add_ratios_of_columns(const FactoredJob *job, const FactoredTile *t,
     real *restrict factors = sums->ratios, *out = job->ratio_sums + t->across * g->matrices * g->height;
     out += t->matrix * g->height + t->row;
     memset(out, 0, (size_t)t->rows * sizeof(real));
-    for (int i = 0; i < t->columns; i++) factors[i] = (real)ROOT_SCALE / square_root_of(col[i]);
+    for (int i = 0; i < t->columns; i++) factors[i] = (real)ROOT_SCALE / sqrtf(col[i]);
     for (FactoredPiece s = {.count = 1}; next_piece(g, t, &s);) {
         const real *restrict values = grad_at(job, s.start, s.n, buffer), *restrict f = factors + s.column;
         real sum = 0;
@@ -177,7 +177,7 @@ static void ratios(const FactoredJob *job, int64_t index, FactoredColumns *colum
         const void *const pieces[] = {roots};
         factored_set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
-        square_loop(1, REAL_TYPE, s.n, pieces, 1, sums->elements + s.column, &row_sum);
+        square_loop(1, FLOAT32, s.n, pieces, 1, sums->elements + s.column, &row_sum);
         factored_add_piece(job, &job->ratio, &t, &s, &row_sum, sums);
     }
     factored_end_tile(job, &job->ratio, &t, sums);

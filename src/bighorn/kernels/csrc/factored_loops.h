@@ -14,8 +14,8 @@ enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the
 /* ---- elements in place or in a buffer -------------------------------------------------------------------- */
 
 /* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */
-#define IS_BFLOAT16(type) (REAL_TYPE == FLOAT32 && (type) == BFLOAT16)
-static inline int is_ready(int type) { return type == REAL_TYPE || IS_BFLOAT16(type); }
+#define IS_BFLOAT16(type) ((type) == BFLOAT16)
+static inline int is_ready(int type) { return type == FLOAT32 || IS_BFLOAT16(type); }
 
 /* Returns elements [start, start + n), scaled. */
 static inline const real *grad_at(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
@@ -34,7 +34,7 @@ FORCE_INLINE const void *grad_in_place(const FactoredJob *job, int64_t start, in
 }
 
 static inline int grad_type(const FactoredJob *job) {
-    return is_plain(job->gradient) && IS_BFLOAT16(job->gradient->type) ? BFLOAT16 : REAL_TYPE;
+    return is_plain(job->gradient) && IS_BFLOAT16(job->gradient->type) ? BFLOAT16 : FLOAT32;
 }
 
 /* Begins to load what the next pass over a small tensor reads: a processor's own prefetching begins anew with each page
@@ -55,10 +55,10 @@ static const real NOTHING = -0.0f;
 
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
 #define FOR_TYPE(loop, count, type, ...) \
-    (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, REAL_TYPE, __VA_ARGS__))
+    (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
 #define FOR_TYPES(loop, count, type, other, ...)                             \
     (IS_BFLOAT16(other) ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
-                        : FOR_TYPE(loop, count, type, REAL_TYPE, __VA_ARGS__))
+                        : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
 
 /* The sums of the rows that a loop reads together. */
 typedef struct {

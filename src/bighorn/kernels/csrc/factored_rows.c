@@ -7,8 +7,6 @@
  * smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 20 };
 
-static int is_double(const FactoredRow *row) { return row->weights.type == FLOAT64; }
-
 /* The doubles of workspace for each thread's buffers, for a tensor that all threads share, and for each thread's small
  * tensors. */
 typedef struct {
@@ -26,8 +24,8 @@ static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shar
         const FactoredRow *row = &rows[index];
         const FactoredShard *shard = shards ? &shards[index] : NULL;
         const Gradient *gradient = &gradients[index];
-        const int64_t need = (is_double(row) ? factored_workspace_double : factored_workspace)(row, shard, gradient);
-        const int64_t scratch = (is_double(row) ? factored_scratch_double : factored_scratch)(row, shard, gradient);
+        const int64_t need = factored_workspace(row, shard, gradient);
+        const int64_t scratch = factored_scratch(row, shard, gradient);
         needs.scratch = larger(needs.scratch, scratch);
         needs.shared = larger(needs.shared, need);
         if (gradient->size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
@@ -44,7 +42,7 @@ EXPORT int64_t bighorn_factored_workspace(const FactoredRow *rows, const Factore
 
 typedef struct {
     FactoredStep *step;
-    FactoredStepRow *step_row, *step_row_double;
+    FactoredStepRow *step_row;
     FactoredNeeds needs;
     double *workspace;
     RowQueue queue;
@@ -55,8 +53,7 @@ static void step_row(void *data, int64_t row, const RowShare *share) {
     double *scratch = call->workspace + share->thread * call->needs.scratch;
     double *shared = call->workspace + share->team * call->needs.scratch;
     double *own = shared + (share->team > 1 ? call->needs.shared + share->thread * call->needs.own : 0);
-    FactoredStepRow *const step = is_double(&call->step->rows[row]) ? call->step_row_double : call->step_row;
-    step(call->step, row, share, scratch, share->parts > 1 ? shared : own);
+    call->step_row(call->step, row, share, scratch, share->parts > 1 ? shared : own);
 }
 
 static void step_rows(int thread, int team, void *data) {
@@ -64,12 +61,11 @@ static void step_rows(int thread, int team, void *data) {
     for_each_row(&call->queue, thread, team, step_row, call);
 }
 
-void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row,
-                        FactoredStepRow *step_row_double, const int64_t *order, int64_t count, double *workspace) {
+void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row, const int64_t *order,
+                        int64_t count, double *workspace) {
     FactoredCall call = {
         .step = step,
         .step_row = step_row,
-        .step_row_double = step_row_double,
         .needs = needs_of(step->rows, step->shards, step->gradients, order, count),
         .workspace = workspace,
         .queue = {.order = order, .gradients = step->gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS},

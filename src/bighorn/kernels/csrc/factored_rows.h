@@ -15,18 +15,15 @@ typedef struct {
     RunBarrier barrier;
 } FactoredStep;
 
-/* Return the doubles of a thread's buffers, and those of workspace, for one tensor in float32 and in float64; `shard`
- * is NULL if it is whole. */
+/* Return the doubles of a thread's buffers, and those of workspace, for one tensor; `shard` is NULL if it is whole. */
 int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
-int64_t factored_scratch_double(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
 int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
-int64_t factored_workspace_double(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
 
 /* Steps one row, or one thread's share of it. */
 typedef void FactoredStepRow(FactoredStep *s, int64_t row, const RowShare *share, double *scratch, double *workspace);
 
-/* Steps the `count` rows in `order`, the largest first; `step_row_double` steps rows of float64. */
-void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row,
-                        FactoredStepRow *step_row_double, const int64_t *order, int64_t count, double *workspace);
+/* Steps the `count` rows in `order`, the largest first. */
+void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row, const int64_t *order,
+                        int64_t count, double *workspace);
 
 #endif

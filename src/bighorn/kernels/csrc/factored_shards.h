@@ -5,15 +5,6 @@
 
 #include "factored_job.h"
 
-/* Every type has separate functions. */
-#define square_shard_sums PER_TYPE(square_shard_sums)
-#define shard_sums_at PER_TYPE(shard_sums_at)
-#define store_shard_average PER_TYPE(store_shard_average)
-#define store_shard_square_sums PER_TYPE(store_shard_square_sums)
-#define load_reduced_average PER_TYPE(load_reduced_average)
-#define reduced_square_sums PER_TYPE(reduced_square_sums)
-#define reduced_row_mean PER_TYPE(reduced_row_mean)
-
 /* Addresses, in the sums of the reduction rounds, of the numbers that are added up; NULL for those that are not
  * exchanged. */
 typedef struct {

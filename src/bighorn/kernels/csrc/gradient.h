@@ -11,11 +11,11 @@ static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
 }
 
 NO_INLINE const real *gather_grad(const Gradient *gradient, const void *data, int64_t start, int n, real *buffer) {
-    _Alignas(8) char copies[PIECE_ELEMS * (REAL_TYPE == FLOAT64 ? 4 : 8)]; /* of any other dtype */
+    uint16_t copies[PIECE_ELEMS]; /* of any other dtype */
     const int type = gradient->type;
-    void *copy = type == REAL_TYPE ? (void *)buffer : copies;
+    void *copy = type == FLOAT32 ? (void *)buffer : copies;
     strided_copy(gradient->layout, (void *)data, type, start, n, copy, STRIDED_GATHER);
-    if (type != REAL_TYPE) widen(copy, type, 0, n, buffer);
+    if (type != FLOAT32) widen(copy, type, 0, n, buffer);
     return buffer;
 }
 

@@ -53,10 +53,9 @@ static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t
     const LayerRow *r = &s->rows[row];
     const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
-    const bool in_double = r->weights.type == FLOAT64;
-    l->loops = r->inner > 0 ? lamb_blocks_for(s->isa) : loops_of(s, r);
+    l->loops = r->inner > 0 ? lamb_blocks_for(s->isa) : lamb_loops_for(s->isa);
     l->factors = factors_of(o, r, s->grad_scale);
-    return plan_row(s, row, scratch, bytes, &l->copies, in_double ? sizeof(double) : sizeof(float), o->adapt, false);
+    return plan_row(s, row, scratch, bytes, &l->copies, sizeof(float), o->adapt, false);
 }
 
 static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {

@@ -20,8 +20,7 @@ static inline int all_in_bfloat16(const LayerChunk *b) {
     return is_in_bfloat16(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
 }
 
-/* lamb_loops.c has these functions for moments in floats, lamb_loops_double.c for float64 weights, and lamb_blocks.c
- * for moments in quantization blocks. */
+/* lamb_loops.c has these functions for moments in floats, and lamb_blocks.c for moments in quantization blocks. */
 typedef struct {
     /* Updates the moments and computes u, which is stored unless `update` is NULL. */
     LayerSums (*moments)(const LayerChunk *chunk, const LambFactors *factors, void *update);

@@ -1,5 +1,5 @@
-/* The arithmetic of a LAMB step whose moments are floats, in float32 (and, in lamb_loops_double.c, in float64). Data of
- * the type of the arithmetic are read and written in place, and so are bfloat16 and the moments of float64 weights. */
+/* The arithmetic of a LAMB step whose moments are floats, in float32. Data of float32 and bfloat16 are
+ * read and written in place. */
 #define Value real
 #define MULTIPLY_ADD FMA
 #define EACH(factor) (factor)
@@ -13,8 +13,8 @@ enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
  * depend on the sums. */
 static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
-    const int has_masters = REAL_TYPE == FLOAT32 && w->type == FLOAT32 && used_in_place(w) &&
-                            b->row->state_type == FLOAT32 && is_plain(b->gradient) && b->gradient->type == BFLOAT16;
+    const int has_masters = w->type == FLOAT32 && used_in_place(w) && b->row->state_type == FLOAT32 &&
+                            is_plain(b->gradient) && b->gradient->type == BFLOAT16;
     return f->l2 == 0 && ((has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b));
 }
 
@@ -26,8 +26,8 @@ static int piece_of(const LayerChunk *b, const LambReals *f, const enum LambUpda
 /* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
 FORCE_INLINE const real *decayed_piece(const LambReals *f, const LayerPiece *p) {
     const real *g = piece_grad(p);
-    return p->x_type == REAL_TYPE ? decayed_grad(f, REAL_TYPE, p->n, g, p->x, p->buffers->g)
-                                  : decayed_grad(f, BFLOAT16, p->n, g, p->x, p->buffers->g);
+    return p->x_type == FLOAT32 ? decayed_grad(f, FLOAT32, p->n, g, p->x, p->buffers->g)
+                                : decayed_grad(f, BFLOAT16, p->n, g, p->x, p->buffers->g);
 }
 
 /* Updates the moments of one element, and returns u. */
@@ -36,7 +36,7 @@ FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int g_type, const i
     real grad = f.scale * g;
     *m = rounded(state_type, g_type, next_m(f, *m, grad));
     *v = rounded(state_type, g_type, next_v(f, *v, grad));
-    return update_of(f, x, *m, square_root_of(*v), 1);
+    return update_of(f, x, *m, sqrtf(*v), 1);
 }
 
 /* One loop per combination of the compile-time constants: types, and the use of u. */
@@ -107,7 +107,7 @@ static LayerSums careful_sums(const LambReals f, const LayerPiece *p) {
     LayerSums sums = {0};
     for (int i = 0; i < p->n; i++) {
         const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
-        const double u = update_of(f, x, m, square_root_of(load_element(p->state_type, p->v, i)), 1);
+        const double u = update_of(f, x, m, sqrtf(load_element(p->state_type, p->v, i)), 1);
         add_sums(&sums, (LayerSums){(double)x * x, u * u});
     }
     return sums;
@@ -123,22 +123,17 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambReals 
     const int half = has_bfloat16_grads(b, f, after);
     const void *g = half ? at((void *)b->grad, BFLOAT16, p->start) : (const void *)decayed_piece(f, p);
     LayerSums sums;
-    if (REAL_TYPE == FLOAT64) switch (p->state_type) {
-            case FLOAT64: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT64); break;
-            case FLOAT32: sums = STEP_LOOP(FLOAT64, FLOAT64, FLOAT32); break;
-            default: sums = STEP_LOOP(FLOAT64, FLOAT64, BFLOAT16); break;
-        }
-    else switch (p->x_type << 2 | half << 1 | p->state_type) {
-            case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
-            case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
-            case FLOAT32 << 2 | 1 << 1 | FLOAT32:
-                if (after == UPDATE_APPLY) sums = STEP_LOOP(FLOAT32, BFLOAT16, FLOAT32);
-                break;
-            case BFLOAT16 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, FLOAT32, FLOAT32); break;
-            case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_PAIRS(FLOAT32); break;
-            case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
-            default: sums = STEP_PAIRS(BFLOAT16); break;
-        }
+    switch (p->x_type << 2 | half << 1 | p->state_type) {
+        case FLOAT32 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(FLOAT32, FLOAT32, FLOAT32); break;
+        case FLOAT32 << 2 | 0 << 1 | BFLOAT16: sums = STEP_LOOP(FLOAT32, FLOAT32, BFLOAT16); break;
+        case FLOAT32 << 2 | 1 << 1 | FLOAT32:
+            if (after == UPDATE_APPLY) sums = STEP_LOOP(FLOAT32, BFLOAT16, FLOAT32);
+            break;
+        case BFLOAT16 << 2 | 0 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, FLOAT32, FLOAT32); break;
+        case BFLOAT16 << 2 | 0 << 1 | BFLOAT16: sums = STEP_PAIRS(FLOAT32); break;
+        case BFLOAT16 << 2 | 1 << 1 | FLOAT32: sums = STEP_LOOP(BFLOAT16, BFLOAT16, FLOAT32); break;
+        default: sums = STEP_PAIRS(BFLOAT16); break;
+    }
     if (after == UPDATE_APPLY) store_piece(p, f->rng_key);
     else if (!in_range(sums.weight) || !in_range(sums.update)) sums = careful_sums(*f, p);
     return sums;
@@ -167,7 +162,7 @@ static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *facto
 
 /* Returns u: what is stored, or computed from the moments. */
 FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const real *stored, int i, real x, real m, real v) {
-    return stored ? stored[i] : update_of(f, x, m, square_root_of(v), 1);
+    return stored ? stored[i] : update_of(f, x, m, sqrtf(v), 1);
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,

@@ -11,7 +11,7 @@ static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t
     const LayerRow *r = &s->rows[row];
     const LarsOptions *o = options_of(s, r);
     LarsLocals *l = locals;
-    l->loops = loops_of(s, r);
+    l->loops = lars_loops_for(s->isa);
     l->factors = (LarsFactors){
         .grad_scale = o->maximize ? -s->grad_scale : s->grad_scale,
         .weight_decay = o->weight_decay,

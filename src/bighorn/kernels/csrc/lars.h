@@ -14,7 +14,6 @@ typedef struct {
     uint32_t rng_key;
 } LarsFactors;
 
-/* lars_loops.c has these functions in float32, and lars_loops_double.c in float64. */
 typedef struct {
     LayerSums (*norms)(const LayerChunk *chunk, const LarsFactors *factors);
     void (*apply)(const LayerChunk *chunk, const LarsFactors *factors);

@@ -1,5 +1,5 @@
-/* The arithmetic of a LARS step in float32 (and, in lars_loops_double.c, in float64). Weights of the type of the
- * arithmetic and of bfloat16 are read and written in place, and so is the momentum. */
+/* The arithmetic of a LARS step in float32. Weights of float32 and of bfloat16 are read and written in place, and so is
+ * the momentum. */
 #include "lars.h"
 
 /* Adds the decay to a gradient. A decay of 0 is not added, so that a weight that is not finite leaves the momentum as
@@ -40,11 +40,10 @@ FORCE_INLINE_TEMPLATE void apply_loop(const LarsFactors *f, const int x_type, co
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         const real old_x = load_element(x_type, x, i), u = before * decayed(decays, decay, scale * g[i], old_x);
-        const real new_m =
-            rounded(state_type, REAL_TYPE, FMA(momentum, load_element(state_type, m, i), u)); /* LARS-m */
+        const real new_m = rounded(state_type, FLOAT32, FMA(momentum, load_element(state_type, m, i), u)); /* LARS-m */
         store_element(state_type, m, i, new_m);
         const real new_x = FMA(-after_m, new_m, FMA(-after_u, u, old_x)); /* LARS-x */
-        store_element(x_type, x, i, rounded(x_type, REAL_TYPE, new_x));
+        store_element(x_type, x, i, rounded(x_type, FLOAT32, new_x));
     }
 }
 
@@ -56,7 +55,7 @@ static LayerSums norms(const LayerChunk *b, const LarsFactors *f) {
     LayerBuffers buffers;
     EACH_PIECE(p, b, layer_piece(b), &buffers) {
         const real *g = piece_grad(&p);
-        add_sums(&sums, p.x_type == BFLOAT16 ? NORMS_LOOP(BFLOAT16) : NORMS_LOOP(REAL_TYPE));
+        add_sums(&sums, p.x_type == BFLOAT16 ? NORMS_LOOP(BFLOAT16) : NORMS_LOOP(FLOAT32));
     }
     return sums;
 }

@@ -15,22 +15,22 @@ enum { REAL_SUM_ELEMS = 64 * SUM_LANES };
 #endif
 
 /* Whether a sum of squares in the type of the arithmetic is accurate. */
-static inline int in_range(double sum) { return REAL_TYPE == FLOAT64 || (sum > 1e-24 && sum < 1e30); }
+static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 /* Whether weights are bfloat16 that can be used in place. */
 static inline int is_in_bfloat16(const Weights *w) {
     return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST && !w->memory;
 }
 
-static inline int used_in_place(const Weights *w) { return (w->type == REAL_TYPE && !w->memory) || is_in_bfloat16(w); }
+static inline int used_in_place(const Weights *w) { return (w->type == FLOAT32 && !w->memory) || is_in_bfloat16(w); }
 
 /* The type of the weights that a loop reads: their own if they are used in place. */
-static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->type : REAL_TYPE; }
+static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->type : FLOAT32; }
 
 /* Returns the elements of a piece: all of a chunk if its data are used in place, since a longer loop has more loads in
  * flight, which saves 4% of a step beyond the caches. */
 static inline int layer_piece(const LayerChunk *b) {
-    const int in_place = used_in_place(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == REAL_TYPE;
+    const int in_place = used_in_place(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == FLOAT32;
     return in_place ? CHUNK_ELEMS : PIECE_ELEMS;
 }
 
@@ -78,19 +78,14 @@ static inline void store_piece(const LayerPiece *p, uint32_t rng_key) {
 }
 
 /* Calls `loop`, and `pairs` if both are bfloat16, with the types of weights and moments as constants. */
-#define FOR_LAYER_TYPES(p, loop, pairs)                                       \
-    do {                                                                      \
-        if (REAL_TYPE == FLOAT64) switch ((p).state_type) {                   \
-                case FLOAT64: loop(FLOAT64, FLOAT64); break;                  \
-                case FLOAT32: loop(FLOAT64, FLOAT32); break;                  \
-                default: loop(FLOAT64, BFLOAT16); break;                      \
-            }                                                                 \
-        else switch ((p).x_type << 1 | (p).state_type) {                      \
-                case FLOAT32 << 1 | FLOAT32: loop(FLOAT32, FLOAT32); break;   \
-                case FLOAT32 << 1 | BFLOAT16: loop(FLOAT32, BFLOAT16); break; \
-                case BFLOAT16 << 1 | FLOAT32: loop(BFLOAT16, FLOAT32); break; \
-                default: pairs(BFLOAT16, BFLOAT16); break;                    \
-            }                                                                 \
+#define FOR_LAYER_TYPES(p, loop, pairs)                                   \
+    do {                                                                  \
+        switch ((p).x_type << 1 | (p).state_type) {                       \
+            case FLOAT32 << 1 | FLOAT32: loop(FLOAT32, FLOAT32); break;   \
+            case FLOAT32 << 1 | BFLOAT16: loop(FLOAT32, BFLOAT16); break; \
+            case BFLOAT16 << 1 | FLOAT32: loop(BFLOAT16, FLOAT32); break; \
+            default: pairs(BFLOAT16, BFLOAT16); break;                    \
+        }                                                                 \
     } while (0)
 
 #endif

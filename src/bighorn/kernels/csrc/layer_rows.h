@@ -138,22 +138,18 @@ static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch,
 /* ---- an optimizer's rows --------------------------------------------------------------------------------- */
 
 /* Declares for an optimizer, whose types are NameOptions, NameFactors and NameLoops: the tables of its loops for each
- * instruction set, in float32 and float64; NameLocals, what a thread computes once per row; and the functions
- * `options_of` and `loops_of`, which find the options and the loops of a row. */
-#define LAYER_OPTIMIZER(Name, name)                                                                       \
-    TABLE_PER_ISA(Name##Loops, name##_loops)                                                              \
-    TABLE_PER_ISA(Name##Loops, name##_loops_double)                                                       \
-    typedef struct {                                                                                      \
-        LayerCopies copies;                                                                               \
-        const Name##Loops *loops;                                                                         \
-        Name##Factors factors;                                                                            \
-    } Name##Locals;                                                                                       \
-    _Static_assert(sizeof(Name##Locals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little");        \
-    static inline const Name##Options *options_of(const LayerRows *s, const LayerRow *row) {              \
-        return (const Name##Options *)s->options + row->options;                                          \
-    }                                                                                                     \
-    static inline const Name##Loops *loops_of(const LayerRows *s, const LayerRow *row) {                  \
-        return row->weights.type == FLOAT64 ? name##_loops_double_for(s->isa) : name##_loops_for(s->isa); \
+ * instruction set; NameLocals, what a thread computes once per row; and the function
+ * `options_of`, which finds the options of a row. */
+#define LAYER_OPTIMIZER(Name, name)                                                                \
+    TABLE_PER_ISA(Name##Loops, name##_loops)                                                       \
+    typedef struct {                                                                               \
+        LayerCopies copies;                                                                        \
+        const Name##Loops *loops;                                                                  \
+        Name##Factors factors;                                                                     \
+    } Name##Locals;                                                                                \
+    _Static_assert(sizeof(Name##Locals) <= LAYER_LOCALS_BYTES, "layerwise.h reserves too little"); \
+    static inline const Name##Options *options_of(const LayerRows *s, const LayerRow *row) {       \
+        return (const Name##Options *)s->options + row->options;                                   \
     }
 
 /* ---- the call -------------------------------------------------------------------------------------------- */

@@ -19,17 +19,6 @@
 /* The elements of a piece, which a loop converts at once, in a buffer that stays in the first-level cache. */
 enum { PIECE_ELEMS = 1024 };
 
-/* The dtype of `real`, and its largest finite value. */
-#if defined(DOUBLE)
-#define REAL_TYPE FLOAT64
-#define REAL_MAX DBL_MAX
-#else
-#define REAL_TYPE FLOAT32
-#define REAL_MAX FLT_MAX
-#endif
-
-static inline real square_root_of(real value) { return REAL_FUNCTION(sqrt)(value); }
-
 /* ---- dtypes ---------------------------------------------------------------------------------------------- */
 
 static inline float from_bits(uint32_t bits) {
@@ -83,7 +72,7 @@ static inline uint16_t to_float16(float value) {
 
 static inline void widen_float16(const uint16_t *restrict in, int n, real *restrict out) {
     int i = 0;
-#if defined(__F16C__) && !defined(DOUBLE)
+#if defined(__F16C__)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
 #endif
     for (; i < n; i++) out[i] = from_float16(in[i]);
@@ -91,7 +80,7 @@ static inline void widen_float16(const uint16_t *restrict in, int n, real *restr
 
 static inline void narrow_float16(const real *restrict in, int n, uint16_t *restrict out) {
     int i = 0;
-#if defined(__F16C__) && !defined(DOUBLE)
+#if defined(__F16C__)
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #endif
@@ -101,13 +90,9 @@ static inline void narrow_float16(const real *restrict in, int n, uint16_t *rest
 /* Returns elements in the type of the arithmetic: in offset if they have it, other dtypes copied into the buffer. */
 static inline real *widen(const void *data, int type, int64_t start, int n, real *restrict buffer) {
     const uint16_t *half = (const uint16_t *)data + start;
-    if (type == REAL_TYPE) return (real *)data + start;
+    if (type == FLOAT32) return (real *)data + start;
     if (type == FLOAT16) {
         widen_float16(half, n, buffer);
-    } else if (type == FLOAT64) {
-        for (int i = 0; i < n; i++) buffer[i] = (real)((const double *)data + start)[i];
-    } else if (type == FLOAT32) {
-        for (int i = 0; i < n; i++) buffer[i] = ((const float *)data + start)[i];
     } else {
 #pragma omp simd
         for (int i = 0; i < n; i++) buffer[i] = from_bits((uint32_t)half[i] << 16);
@@ -118,10 +103,8 @@ static inline real *widen(const void *data, int type, int64_t start, int n, real
 /* Stores values, rounded to the nearest. Those that keep their type are in offset already, so nothing is copied. */
 static inline void narrow(const real *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
-    if (type == REAL_TYPE) return;
-    if (type == FLOAT32) {
-        for (int i = 0; i < n; i++) ((float *)data + start)[i] = (float)values[i];
-    } else if (type == FLOAT16) {
+    if (type == FLOAT32) return;
+    if (type == FLOAT16) {
         narrow_float16(values, n, half);
     } else if (type == BFLOAT16) {
 #pragma omp simd
@@ -129,28 +112,25 @@ static inline void narrow(const real *restrict values, int n, void *data, int ty
     }
 }
 
-/* ---- one element of bfloat16, float32 or float64; types are compile-time constants ----------------------- */
+/* ---- one element of bfloat16 or float32; types are compile-time constants -------------------------------- */
 
 FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) {
-    return (char *)data + start * (type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : 2);
+    return (char *)data + start * (type == FLOAT32 ? 4 : 2);
 }
 
 FORCE_INLINE_TEMPLATE real load_element(const int type, const void *data, int i) {
-    if (type == REAL_TYPE) return ((const real *)data)[i];
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
 /* Rounds a value to the dtype `type`; `from` is the dtype of the data that the value was computed from. */
 FORCE_INLINE_TEMPLATE real rounded(const int type, const int from, real value) {
-    if (type == REAL_TYPE) return value;
-    return type == FLOAT32 ? (float)value : round_bfloat16((float)value, from != BFLOAT16);
+    return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
 }
 
 /* Stores a rounded value. */
 FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real value) {
-    if (type == REAL_TYPE) ((real *)data)[i] = value;
-    else if (type == FLOAT32) ((float *)data)[i] = (float)value;
-    else ((uint16_t *)data)[i] = (uint16_t)(to_bits((float)value) >> 16);
+    if (type == FLOAT32) ((float *)data)[i] = value;
+    else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
 }
 
 /* ---- sums in lanes --------------------------------------------------------------------------------------- */

@@ -179,15 +179,15 @@ static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int
 
 NO_INLINE void gather_weights(const Weights *w, int64_t start, int n, real *buffer) {
     uint16_t halves[PIECE_ELEMS];
-    void *x = w->type == REAL_TYPE ? (void *)buffer : halves;
+    void *x = w->type == FLOAT32 ? (void *)buffer : halves;
     strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_GATHER);
-    if (w->type != REAL_TYPE) read_stored(w, x, start, n, buffer);
+    if (w->type != FLOAT32) read_stored(w, x, start, n, buffer);
 }
 
 NO_INLINE void scatter_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
     uint16_t halves[PIECE_ELEMS];
-    void *x = w->type == REAL_TYPE ? (void *)values : halves;
-    if (w->type != REAL_TYPE) write_stored(w, rng_key, x, start, n, values);
+    void *x = w->type == FLOAT32 ? (void *)values : halves;
+    if (w->type != FLOAT32) write_stored(w, rng_key, x, start, n, values);
     strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
 }
 
@@ -195,8 +195,8 @@ NO_INLINE void scatter_weights(const Weights *w, uint32_t rng_key, int64_t start
  * the arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
 static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
     void *x = consecutive(w->memory, w->data, w->type, start, n);
-    if (x && w->type == REAL_TYPE) return x;
-    if (x && REAL_TYPE == FLOAT32) read_stored(w, x, start, n, buffer);
+    if (x && w->type == FLOAT32) return x;
+    if (x) read_stored(w, x, start, n, buffer);
     else gather_weights(w, start, n, buffer);
     return buffer;
 }
@@ -205,7 +205,7 @@ static inline real *read_weights(const Weights *w, int64_t start, int n, real *b
 static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
     void *x = consecutive(w->memory, w->data, w->type, start, n);
     if (!x) scatter_weights(w, rng_key, start, n, values);
-    else if (REAL_TYPE == FLOAT32) write_stored(w, rng_key, x, start, n, values);
+    else write_stored(w, rng_key, x, start, n, values);
     if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
 }
 

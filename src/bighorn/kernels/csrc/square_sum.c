@@ -3,10 +3,9 @@
 #include "run.h"
 
 TABLE_PER_ISA(SquareSumLoops, square_sum_loops)
-TABLE_PER_ISA(SquareSumLoops, square_sum_loops_double)
 
 typedef struct {
-    const SquareSumLoops *loops, *loops_double; /* for float64 gradients */
+    const SquareSumLoops *loops;
     const Gradient *gradients;
     void *const *data; /* NULL: the row has no gradient */
     int64_t rows;
@@ -21,12 +20,11 @@ static void square_sum_body(int thread, int team, void *data) {
     int64_t first = share_of(s->chunks, thread, team), last = share_of(s->chunks, thread + 1, team), before = 0;
     for (int64_t row = 0; row < s->rows && before < last; row++) {
         const Gradient *gradient = &s->gradients[row];
-        const SquareSumLoops *loops = gradient->type == FLOAT64 ? s->loops_double : s->loops;
         int64_t count = chunks_of(gradient, s->data[row]);
         for (int64_t b = first > before ? first - before : 0; b < count && before + b < last; b++) {
             int64_t start = b * CHUNK_ELEMS, rest = gradient->size - start;
             s->partial[before + b] =
-                loops->square_sum(gradient, s->data[row], start, rest < CHUNK_ELEMS ? rest : CHUNK_ELEMS);
+                s->loops->square_sum(gradient, s->data[row], start, rest < CHUNK_ELEMS ? rest : CHUNK_ELEMS);
         }
         before += count;
     }
@@ -38,7 +36,6 @@ EXPORT double bighorn_square_sum(const RunConfig *run, const Gradient *gradients
                                  double *partial) {
     SquareSum s = {
         .loops = square_sum_loops_for(run->isa),
-        .loops_double = square_sum_loops_double_for(run->isa),
         .gradients = gradients,
         .data = data,
         .rows = rows,

@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-static inline int64_t dtype_bytes(int type) { return type == FLOAT64 ? 8 : type == FLOAT32 ? 4 : 2; }
+static inline int64_t dtype_bytes(int type) { return type == FLOAT32 ? 4 : 2; }
 
 /* Every instruction set has a separate function. */
 #ifdef ISA

@@ -5,9 +5,8 @@ these up, always in the same order. An unfactored tensor has no such sums, and i
 row of a tile is within one block of codes. Passes alternate in direction, since the last tiles of the previous pass may
 still be in cache.
 
-The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in COMPUTE: float64
-for parameters in float64, else float32. Sums over more than a tile, and numbers that exist once per row, column or
-tensor, are in float64.
+The lines tagged `CAME-...` follow `reference/came.py`, which has the details. Arithmetic is in float32. Sums
+over more than a tile, and numbers that exist once per row, column or tensor, are in float64.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
@@ -26,7 +25,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate.
@@ -43,10 +42,10 @@ def came_squares(
     start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
     known, parts = row_ptr, (row_parts, col_parts)
     if KNOWN == "rows":
-        known = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
+        known = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
     elif KNOWN == "columns":
-        known = tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE)
-    g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
+        known = tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column)
+    g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
         square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -94,7 +93,7 @@ def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def came_lines(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
-    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the averages of rows or columns, and store the sum of the new averages.
@@ -111,15 +110,15 @@ def came_lines(
     total = tiling.line_totals(parts, partials_ptr)
     if RESIDUAL:
         rest, eps = tl.load(option_ptr + layout.option.BETA3_REST), tl.load(option_ptr + layout.option.EPS2)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line, COMPUTE)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
     else:
         rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.option.EPS1)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line, COMPUTE)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
     whole = tl.load(row_ptr + tl.where(is_row, layout.WHOLE_WIDTH, layout.WHOLE_HEIGHT))
     kept = tl.where(tl.load(row_ptr + tl.where(is_row, layout.LEADS_ROWS, layout.LEADS_COLS)) != 0, 1 - rest, 0.0)
     new = kept * old + rest * (total / whole + eps * length / whole)  # CAME-row, CAME-col, CAME-res
-    stored = new.to(COMPUTE)
+    stored = new.to(tl.float32)
     if SPLIT is None:
         tl.store(average, stored, mask=mask)
         tl.store(line_sums_ptr + piece, tl.sum(tl.where(mask, stored.to(tl.float64), 0.0), 0))
@@ -135,7 +134,7 @@ def came_lines(
 def came_update_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
-    G: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    G: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
@@ -151,11 +150,11 @@ def came_update_squares(
         tl.store(root_here, root)
 
     g = tl.load(grads_ptr + index)
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
+    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
+        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
     )
-    scale = common.gradient_scale(scale_ptr, option_ptr, COMPUTE)
+    scale = common.gradient_scale(scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
         total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
     else:
@@ -210,7 +209,7 @@ def came_totals(
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     roots_ptr, scalars_ptr, partials_ptr,
-    G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr, CUT: tl.constexpr,
+    G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, CUT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, and compute partial sums of its residual's squares."""
@@ -224,16 +223,16 @@ def came_average(
 
     g, m = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG)
     root = tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix) * common.number(
-        scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE
+        scalars_ptr + index * layout.NUMBER + layout.CLIP
     )  # CAME-clip
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
+    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE), shape, WIDE
+        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
     )
     factors = (
-        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
-        common.number(option_ptr + layout.option.BETA1, COMPUTE),
-        common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr),
+        common.number(option_ptr + layout.option.BETA1),
+        common.number(option_ptr + layout.option.BETA1_REST),
         root,
     )
     pointers = common.at(g, start, G), scaling.average_at(m, start, S, M_FORM)
@@ -288,7 +287,7 @@ def average(
 @triton.jit
 def came_apply(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
-    X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -304,15 +303,15 @@ def came_apply(
     root = scaling.row_root(
         row_ptr, matrix, line_sums_ptr, roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, SPLIT, WIDE
     )
-    row_averages = tiling.averages(row_ptr, layout.RES_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line, COMPUTE)
+    row_averages = tiling.averages(row_ptr, layout.RES_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.RES_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column, COMPUTE),
+        tiling.averages(row_ptr, layout.RES_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column),
         shape,
         WIDE,
     )
-    c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR, COMPUTE)
+    c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
-    factors = lr.to(COMPUTE), (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE), root
+    factors = lr.to(tl.float32), (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
     pointers = weights.weight_at(row_ptr, start, X, ROUNDING), scaling.average_at(m, start, S, M_FORM)
     scales = scaling.scales_at(row_ptr, start, shape[2])

@@ -36,8 +36,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
         partials = sum(each.row_parts + each.col_parts for each in grids if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
-        self.partials = torch.empty(partials, dtype=self.dtype, device=device)
-        self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=self.dtype, device=device)
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=torch.float32, device=device)
         self.line_sums = torch.empty(self.piece_to_row.numel(), dtype=torch.float64, device=device)
         sums = came_layout.SUM.value * self.tile_to_row.numel()
         self.whole_sums = self.sums = torch.empty(sums, dtype=torch.float64, device=device)
@@ -52,7 +52,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         # Elements of a tile that a thread has in registers: with 8 of 16 bits, too few bytes would be in flight; with
         # 16, int8's codes spill beside random bits (ptxas of CUDA 13.1 and later).
         crowded = min(sizes) == 1 and options.weight_rounding == "stochastic"
-        elements = 4 if x == torch.float64 else 16 if max(sizes) == 2 and not crowded else 8
+        elements = 16 if max(sizes) == 2 and not crowded else 8
         # Triton spreads codes that are two to a byte over threads by themselves. With more of them than it has of x, a
         # thread would have those of other elements, and fetch its own from shared memory.
         least = max(sizes[:2]) if m == torch.uint8 else min(sizes)

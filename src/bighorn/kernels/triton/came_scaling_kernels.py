@@ -52,7 +52,7 @@ def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl
 @triton.jit
 def inverse_root(value):
     """Return 1 / sqrt(value)."""
-    return common.quotient(1.0, common.root(value))
+    return tl.div_rn(1.0, tl.sqrt_rn(value))
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def update(values, r, c):
 @triton.jit
 def unfactored(g, v):
     """Return u for an unfactored second moment, and 0 for elements outside the mask."""
-    return tl.where(v == 0, g, common.quotient(g, common.root(v)))  # CAME-u
+    return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def momentum(
 ):  # fmt: skip
     """Return the stored average of the rows from the tile's `i`-th on."""
     if FORM == "":
-        return common.widened(common.read(pointer, offsets, mask, VECTOR))
+        return common.read(pointer, offsets, mask, VECTOR).to(tl.float32)
     else:
         lines = i + tl.arange(0, ROWS)
         scale = tl.load(scales + lines * tl.cdiv(shape[2], codec.CODES), mask=lines < shape[0], other=0.0)

@@ -29,7 +29,7 @@ def came_line_sums(
 @triton.jit
 def came_settle(
     rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, lines_ptr,
-    COMPUTE: tl.constexpr, RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Store averages that were added up over all ranks."""
@@ -40,8 +40,8 @@ def came_settle(
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     if RESIDUAL:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line, COMPUTE)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
     else:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line, COMPUTE)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
     mask = mask & tiling.is_split(is_row, SPLIT)
     tl.store(average, tl.load(tiling.line_at(lines_ptr, row_ptr, is_row, line), mask=mask), mask=mask)

@@ -160,13 +160,13 @@ class CameShardLaunchGroup(CameLaunchGroup):
             return self.over_matrices(mean.sqrt() * inner * segment_sums(col.rsqrt(), self.by_col.in_all))
         rsqrt, mean = self.lines.rsqrt(), self.mean_here()
         inner = mean.sqrt() * self.by_row.sums_here(rsqrt) * self.by_col.sums_here(rsqrt)
-        (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=self.dtype)
+        (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=torch.float32)
         return sums
 
     def one_whole(self, inner: Tensor, *also: Tensor, residual: bool) -> Generator[Tensor, None, tuple[Tensor, ...]]:
         """Add up `inner`, the averages that are split, and `also`; return them, with the means of rows in between."""
         known = self.spread(self.known_lines.sums_here(self.lines))
-        dtype = self.dtype if residual else torch.float64
+        dtype = torch.float32 if residual else torch.float64
         sent = inner, self.split_lines.spread(self.lines), known, *also
         inner, lines, total, *rest = yield from added_up(*sent, dtype=dtype)
         total = total if self.split == "rows" else segment_sums(lines, self.by_row.in_all)
@@ -179,7 +179,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.roots.copy_(self.mean_here().sqrt())
             return None
         sent = self.by_row.spread(self.lines), self.by_col.spread(self.lines)
-        row, col = yield from added_up(*sent, dtype=self.dtype)
+        row, col = yield from added_up(*sent, dtype=torch.float32)
         mean = segment_sums(row, self.by_row.in_all) / self.by_row.in_all
         self.settle([self.by_row, self.by_col], [row, col], mean, residual)
         return (row, col), mean

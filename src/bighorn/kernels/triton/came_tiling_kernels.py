@@ -125,9 +125,9 @@ def line_totals(where, partials_ptr):
 
 
 @triton.jit
-def averages(row_ptr, column, first, COMPUTE: tl.constexpr):
+def averages(row_ptr, column, first):
     """Return a pointer to the averages of a tensor's rows or columns, from index `first` on."""
-    return common.at(tl.load(row_ptr + column), first, COMPUTE)
+    return common.at(tl.load(row_ptr + column), first, tl.float32)
 
 
 @triton.jit

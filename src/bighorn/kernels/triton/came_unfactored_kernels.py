@@ -18,7 +18,7 @@ CODES = tl.constexpr(8)  # of a block of codes, a thread's: a block is in one wa
 @triton.jit
 def came_second_moment(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, COMPUTE: tl.constexpr, ROUNDING: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
@@ -31,13 +31,13 @@ def came_second_moment(
     g, v = tl.load(grads_ptr + index), tl.load(row_ptr + layout.EXP_AVG_SQ)
     rest = scaling.second_rest(row_ptr, option_ptr)
     numbers = (
-        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
-        (1 - rest).to(COMPUTE),
-        rest.to(COMPUTE),
-        common.number(option_ptr + layout.option.EPS1, COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr),
+        (1 - rest).to(tl.float32),
+        rest.to(tl.float32),
+        common.number(option_ptr + layout.option.EPS1),
     )
     whole = common.vectorised(v, size, BLOCK)
-    pointers = common.at(g, start, G), common.at(v, start, COMPUTE)
+    pointers = common.at(g, start, G), common.at(v, start, tl.float32)
     if g % 16 == 0:
         total = second_moment(pointers, numbers, 0, whole, common.UNMASKED, common.UNMASKED, BLOCK)
     else:
@@ -72,7 +72,7 @@ def second_moment(
 @triton.jit
 def came_move(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, scalars_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -86,19 +86,19 @@ def came_move(
     g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = (
-        common.gradient_scale(scale_ptr, option_ptr, COMPUTE),
-        common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP, COMPUTE),
-        common.number(option_ptr + layout.option.BETA1, COMPUTE),
-        common.number(option_ptr + layout.option.BETA1_REST, COMPUTE),
-        lr.to(COMPUTE),
-        (lr * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr),
+        common.number(scalars_ptr + index * layout.NUMBER + layout.CLIP),
+        common.number(option_ptr + layout.option.BETA1),
+        common.number(option_ptr + layout.option.BETA1_REST),
+        lr.to(tl.float32),
+        (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32),
     )
     whole = layer.aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
         codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, start, S, M_FORM),
-        common.at(v, start, COMPUTE),
+        common.at(v, start, tl.float32),
     )
     RANDOM: tl.constexpr = ROUNDING == "stochastic" or M_FORM == "nibbles"
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), RANDOM, CUT)

@@ -89,7 +89,7 @@ def moment_at(address_ptr, scales_ptr, start, S: tl.constexpr, FORM: tl.constexp
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of a stored moment, widened."""
     if FORM == "":
-        return common.widened(common.read(moment[0], where[0], where[1], VECTOR))
+        return common.read(moment[0], where[0], where[1], VECTOR).to(tl.float32)
     else:
         codes = read_codes(moment[0], stored_at(where, FORM), FORM, VECTOR)
         return decoded(codes, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)

@@ -164,9 +164,9 @@ def one_minus_power(base, count):
 
 
 @triton.jit
-def gradient_scale(scale_ptr, option_ptr, COMPUTE: tl.constexpr):
-    """Return the factor of gradients, whose dtype is that of the arithmetic with them."""
-    return (tl.load(scale_ptr) * tl.load(option_ptr + SIGN)).to(COMPUTE)
+def gradient_scale(scale_ptr, option_ptr):
+    """Return the factor of gradients."""
+    return (tl.load(scale_ptr) * tl.load(option_ptr + SIGN)).to(tl.float32)
 
 
 @triton.jit
@@ -216,17 +216,12 @@ def gradient(pointer, offsets, mask, scale, VECTOR: tl.constexpr):
 @triton.jit
 def write(pointer, offsets, mask, value, VECTOR: tl.constexpr = 1):
     """Store a block, rounded, and return the stored values."""
-    # torch rounds float64 to 16 bits in two steps; the interpreter of Triton 3.7 makes it 0 in one. Triton 3.3 does not
-    # compile `and` between comparisons of dtypes.
-    if value.dtype == tl.float64:  # noqa: SIM102
-        if pointer.dtype.element_ty != tl.float64:
-            value = value.to(tl.float32)
     stored = value.to(pointer.dtype.element_ty)
     if VECTOR == UNMASKED:
         tl.store(tl.multiple_of(pointer + offsets, 16), stored)
     else:
         tl.store(aligned_to(pointer, offsets, VECTOR), stored, mask=mask)
-    return widened(stored)
+    return stored.to(tl.float32)
 
 
 @triton.jit
@@ -255,36 +250,9 @@ def partial_total(partials_ptr, first, stop, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def number(pointer, COMPUTE: tl.constexpr):
-    """Return a float64 of a table in the dtype of the arithmetic."""
-    return tl.load(pointer).to(COMPUTE)
-
-
-@triton.jit
-def widened(values):
-    """Return stored values to compute with: in float64 as they are, all others in float32."""
-    if values.dtype == tl.float64:
-        return values
-    else:
-        return values.to(tl.float32)
-
-
-@triton.jit
-def quotient(a, b):
-    """Return a / b, rounded correctly; Triton's own operator is approximate for float32."""
-    if b.dtype == tl.float64:
-        return a / b
-    else:
-        return tl.div_rn(a, b)
-
-
-@triton.jit
-def root(value):
-    """Return the square root, rounded correctly."""
-    if value.dtype == tl.float64:
-        return tl.sqrt(value)
-    else:
-        return tl.sqrt_rn(value)
+def number(pointer):
+    """Return a float64 of a table as a float32."""
+    return tl.load(pointer).to(tl.float32)
 
 
 @triton.jit

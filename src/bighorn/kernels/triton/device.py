@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 DEVICES = ("cuda", "xpu")  # torch calls ROCm cuda
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (3, 3)
 TRUE = ("1", "true", "yes", "on", "y")  # the values that Triton accepts in its variables
 THREADS = 256  # LANES of the kernels

@@ -2,8 +2,8 @@
 
 Programs read all inputs from tables of addresses and numbers (`lamb.py` builds them), so that a launch serves any
 number of tensors, and nothing is compiled again when a number changes. The lines tagged `LAMB-...` follow
-`reference/lamb.py`, which has the details. Arithmetic is in COMPUTE: float64 for parameters in float64, else
-float32. Sums of squares, and numbers that exist once per tensor, are in float64.
+`reference/lamb.py`, which has the details. Arithmetic is in float32. Sums of squares,
+and numbers that exist once per tensor, are in float64.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
@@ -45,7 +45,7 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, 
 @triton.jit
 def lamb_moments(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -53,19 +53,19 @@ def lamb_moments(
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (common.EXP_AVG, layer.EXP_AVG_SQ), moments, moment_numbers, True,
-        layer.Mode(X, G, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
+        layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
     )  # fmt: skip
 
 
 @triton.jit
-def moment_numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
+def moment_numbers(option_ptr, factor_ptr):
     """Return the numbers that `moments` takes."""
     return (
-        update_numbers(option_ptr, factor_ptr, COMPUTE),
-        common.number(option_ptr + layout.option.BETA1, COMPUTE),
-        common.number(option_ptr + layout.option.BETA2, COMPUTE),
-        common.number(option_ptr + layout.option.BETA3, COMPUTE),
-        common.number(option_ptr + layout.option.BETA4, COMPUTE),
+        update_numbers(option_ptr, factor_ptr),
+        common.number(option_ptr + layout.option.BETA1),
+        common.number(option_ptr + layout.option.BETA2),
+        common.number(option_ptr + layout.option.BETA3),
+        common.number(option_ptr + layout.option.BETA4),
         tl.load(option_ptr + layout.option.ADAPTS) == 0,
     )
 
@@ -82,9 +82,9 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     v = beta2 * v + beta4 * (g * g)  # LAMB-v
     v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
     if mode.M_FORM == "nibbles":
-        root = common.root(v)
+        root = tl.sqrt_rn(v)
         is_zero = root == 0
-        m = common.quotient(tl.where(is_zero, 0.0, m), tl.where(is_zero, 1.0, root))
+        m = tl.div_rn(tl.where(is_zero, 0.0, m), tl.where(is_zero, 1.0, root))
         m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR) * root
     else:
         m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
@@ -128,7 +128,7 @@ def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
 @triton.jit
 def lamb_apply(
     rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
-    X: tl.constexpr, S: tl.constexpr, V: tl.constexpr, COMPUTE: tl.constexpr,
+    X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def lamb_apply(
     layer.run_chunk(
         (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (common.EXP_AVG, layer.EXP_AVG_SQ), step, update_numbers, False,
-        layer.Mode(X, X, S, V, COMPUTE, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
+        layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
         READS_G=False, CODES=CODES,
     )  # fmt: skip
 
@@ -160,14 +160,14 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
 
 
 @triton.jit
-def update_numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
+def update_numbers(option_ptr, factor_ptr):
     """Return the tensor's factors, its decay, and the factor of x in decoupled decay."""
     return (
-        common.number(factor_ptr + layout.M_FACTOR, COMPUTE),
-        common.number(factor_ptr + layout.ROOT_EPS, COMPUTE),
-        common.number(factor_ptr + layout.STRIDE, COMPUTE),
-        common.number(option_ptr + common.DECAY, COMPUTE),
-        (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(COMPUTE),
+        common.number(factor_ptr + layout.M_FACTOR),
+        common.number(factor_ptr + layout.ROOT_EPS),
+        common.number(factor_ptr + layout.STRIDE),
+        common.number(option_ptr + common.DECAY),
+        (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(tl.float32),
     )
 
 
@@ -176,19 +176,19 @@ def read_moments(stored, place, VECTOR: tl.constexpr, mode):
     """Return blocks of m and v as they are stored: codes of 4 bits are relative to the root of v."""
     m = codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR)
     v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
-    return (m * common.root(v) if mode.M_FORM == "nibbles" else m), v
+    return (m * tl.sqrt_rn(v) if mode.M_FORM == "nibbles" else m), v
 
 
 @triton.jit
 def ratio(m, v, m_factor, root_eps, mode):
     """Return r of a block. Both bias corrections are in the tensor's scalars."""
-    m, divisor = m * m_factor, common.root(v.to(root_eps.dtype)) + root_eps
+    m, divisor = m * m_factor, tl.sqrt_rn(v) + root_eps
     if mode.M_FORM == "nibbles":
         # A GPU divides 0 in a subroutine, for which all threads of a warp wait, and of codes of 4 bits many are 0.
         is_zero = m == 0
-        return common.quotient(tl.where(is_zero, 2.0**-64, m), divisor) * tl.where(is_zero, m, 1.0)
+        return tl.div_rn(tl.where(is_zero, 2.0**-64, m), divisor) * tl.where(is_zero, m, 1.0)
     else:
-        return common.quotient(m, divisor)
+        return tl.div_rn(m, divisor)
 
 
 @triton.jit

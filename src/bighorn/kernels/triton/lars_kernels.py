@@ -1,7 +1,7 @@
 """LARS on the device, in Triton: norms, one program per tensor for its trust ratio, and the step.
 
-The lines tagged `LARS-...` follow `reference/lars.py`, which has the details. Arithmetic is in COMPUTE: float64 for
-parameters in float64, else float32. Sums of squares, and numbers that exist once per tensor, are in float64.
+The lines tagged `LARS-...` follow `reference/lars.py`, which has the details. Arithmetic is in float32. Sums of
+squares, and numbers that exist once per tensor, are in float64.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
@@ -18,14 +18,14 @@ from bighorn.kernels.triton import layer_kernels as layer
 @triton.jit
 def lars_norms(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, M_FORM: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each chunk's sums of squares of x and of the gradient."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (), squares, numbers, True,
-        layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
+        layer.Mode(X, G, S, S, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def ratio(weight_norm, norm, option_ptr, factor_ptr):
 @triton.jit
 def lars_apply(
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, COMPUTE: tl.constexpr, M_FORM: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step momentum and x."""
@@ -79,20 +79,20 @@ def lars_apply(
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (common.EXP_AVG,), step, numbers, False,
-        layer.Mode(X, G, S, S, COMPUTE, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK), CODES=CODES,
+        layer.Mode(X, G, S, S, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK), CODES=CODES,
     )  # fmt: skip
 
 
 @triton.jit
-def numbers(option_ptr, factor_ptr, COMPUTE: tl.constexpr):
+def numbers(option_ptr, factor_ptr):
     """Return the numbers that the rules take: those of a tensor are stored before the second pass."""
     return (
-        common.number(option_ptr + layout.option.NORM_DECAY, COMPUTE),
-        common.number(option_ptr + common.DECAY, COMPUTE),
-        common.number(option_ptr + layout.option.MOMENTUM, COMPUTE),
-        common.number(factor_ptr + layout.BEFORE, COMPUTE),
-        common.number(factor_ptr + layout.AFTER_U, COMPUTE),
-        common.number(factor_ptr + layout.AFTER_M, COMPUTE),
+        common.number(option_ptr + layout.option.NORM_DECAY),
+        common.number(option_ptr + common.DECAY),
+        common.number(option_ptr + layout.option.MOMENTUM),
+        common.number(factor_ptr + layout.BEFORE),
+        common.number(factor_ptr + layout.AFTER_U),
+        common.number(factor_ptr + layout.AFTER_M),
     )
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels import codec
-from bighorn.kernels.arithmetic import compute_dtype
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
@@ -60,8 +59,6 @@ class LaunchGroup(Generic[Options]):
     params: list[Tensor]
     noncontiguous: list[int]
     """The rows whose gradients are not in the memory order of their parameters."""
-    dtype: torch.dtype
-    """The dtype of the arithmetic."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
     options: Tensor
@@ -81,7 +78,6 @@ class LaunchGroup(Generic[Options]):
         self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
         self.device, self.common = buckets[0].metrics.device, common_kernels
         self._read(layouts)
-        self.dtype = compute_dtype(self.params[0])
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
@@ -97,7 +93,6 @@ class LaunchGroup(Generic[Options]):
         g_dtype = layouts[index, i][0]
         self.constants = {
             **self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options),
-            "COMPUTE": common_kernels.TYPES[self.dtype],
             "CUT": cut,
             "_SOURCES": SOURCES,  # no kernel reads it
         }

@@ -37,7 +37,6 @@ class Mode(NamedTuple):
     G: Any
     S: Any
     V: Any
-    COMPUTE: Any
     M_FORM: Any
     V_FORM: Any
     ROUNDING: Any
@@ -88,8 +87,8 @@ def run_chunk(
         moments_at(row_ptr, columns, start, mode),
     )
     numbers = (
-        common.gradient_scale(scale_ptr, option_ptr, mode.COMPUTE),
-        NUMBERS(option_ptr, factor_ptr, mode.COMPUTE),
+        common.gradient_scale(scale_ptr, option_ptr),
+        NUMBERS(option_ptr, factor_ptr),
     )
     if FIRST_PASS:
         t = common.count(row_ptr)

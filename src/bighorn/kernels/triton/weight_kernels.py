@@ -27,7 +27,7 @@ def weight_addresses(row_ptr):
 @triton.jit
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
     """Return the values that a parameter stands for, widened; 0 for elements outside the mask."""
-    stored = common.widened(common.read(weight[0], offsets, mask, VECTOR))
+    stored = common.read(weight[0], offsets, mask, VECTOR).to(tl.float32)
     if ROUNDING == "kahan" or ROUNDING == "kahan8":
         UNIT: tl.constexpr = 1 if ROUNDING == "kahan" else 32 if tl.float16 == weight[0].dtype.element_ty else 256
         shift = raised(stored, weight[0].dtype.element_ty)

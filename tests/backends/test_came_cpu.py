@@ -52,16 +52,10 @@ SMALL = (
     Leaf("wide-matrices", (3, 5, 1500)),
     Leaf("tall-matrices", (3, 1500, 5)),
     Leaf("thin", (512, 1, 1)),
-    Leaf("grad-strided", (130, 70), grad_layout="strided"),
-    Leaf("grad-transposed", (70, 130), grad_layout="transposed"),
-    Leaf("grad-channels-last", (12, 5, 3, 3), grad_layout="channels_last"),
     Leaf("no-rows", (0, 3)),
     Leaf("no-columns", (3, 0)),
 )
-CHANNELS_LAST = (
-    Leaf("channels-last", (12, 20, 3, 3), layout="channels_last"),
-    Leaf("all-channels-last", (12, 20, 3, 3), layout="channels_last", grad_layout="channels_last"),
-)
+CHANNELS_LAST = (Leaf("channels-last", (12, 20, 3, 3), layout="channels_last"),)
 VECTORS = tuple(Leaf(f"vector-{n}", (n,)) for n in (0, 1, 17, 1000, 5000, 9001))
 LEAVES: dict[Factor | None, tuple[Leaf, ...]] = {
     "matrix": (*SMALL, *CHANNELS_LAST),
@@ -72,7 +66,6 @@ LARGE = (
     *(Leaf(f"{rows}x{columns}", (rows, columns)) for rows, columns in [(2000, 1100), (30522, 16), (16, 30522)]),
     Leaf("whole-rows", (258, 8200)),
     Leaf("divided-rows", (258, 32_800)),
-    Leaf("grad-transposed-rows", (258, 30_000), grad_layout="transposed"),
     Leaf("groups", (3, 900, 800)),
     Leaf("shared", (1700, 1800)),
     Leaf("shared-wide", (5, 220_000)),

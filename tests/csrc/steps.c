@@ -1,4 +1,4 @@
-/* Steps of all loops on buffers of exactly the required size, for sanitizers: dtypes, rounding modes, layouts,
+/* Steps of all loops on buffers of exactly the required size, for sanitizers: dtypes, rounding modes,
  * shapes that do not fill their tiles, shards, and tensors that all threads share. The program prints results for a
  * comparison with steps.expected. */
 #include "abi.h"
@@ -44,24 +44,11 @@ static void *values(int64_t count, int type, uint32_t seed) {
     return data;
 }
 
-/* Moves elements to other memory, at the offsets of a layout, with other values in the gaps. */
-static void *arranged(const char *dense, int64_t size, int type, const int64_t *layout) {
-    const int64_t bytes = (int64_t)bytes_of(type);
-    int64_t last = 0, count;
-    for (int d = 0; d < 2; d++) last += (layout[1 + d] - 1) * layout[3 + d];
-    char *data = values(last + 1, type, 99);
-    for (int64_t i = 0; i < size; i++)
-        memcpy(data + layout_offset(layout, i, &count) * bytes, dense + i * bytes, (size_t)bytes);
-    return data;
-}
-
 static double mean_magnitude(const Weights *w, int64_t count) {
     double sum = 0;
-    int64_t rest;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t at = w->memory ? layout_offset(w->memory, i, &rest) : i;
-        real value;
-        sum += fabs(*widen(w->data, w->type, at, 1, &value));
+        float value;
+        sum += fabsf(*widen(w->data, w->type, i, 1, &value));
     }
     return count ? sum / (double)count : 0;
 }
@@ -74,7 +61,6 @@ static const struct {
 };
 enum { STORED_WAYS = sizeof STORED / sizeof STORED[0] };
 
-/* Weights of some rows have gaps in memory, or are transposed, or both: the results must be the same. */
 static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
     const int64_t size = height * width;
     Weights w = {
@@ -89,14 +75,6 @@ static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
     if (w.rounding == ROUND_MASTER) {
         float *master = w.aux = zeros(size, sizeof(float));
         for (int64_t i = 0; i < size; i++) master[i] = from_float16(((const uint16_t *)w.data)[i]);
-    }
-    if (row % 3 < 2 && height > 1 && width > 1) {
-        const int64_t gap = row % 4, across = row % 3 == 1;
-        int64_t *layout = zeros(5, sizeof(int64_t));
-        memcpy(layout, (int64_t[]){2, height, width, across ? width + gap : 1, across ? 1 : height + gap},
-               5 * sizeof(int64_t));
-        w.data = arranged(w.data, size, w.type, layout);
-        w.memory = layout;
     }
     return w;
 }
@@ -113,7 +91,7 @@ static float *counts[MAX_ROWS];
 static int rows;
 
 /* Adds the gradient of the next row; rows must be added largest first. */
-static void add_gradient(int64_t height, int64_t width, int type, bool transposed) {
+static void add_gradient(int64_t height, int64_t width, int type) {
     const int64_t size = height * width;
     if (rows == MAX_ROWS) abort();
     steps[rows] = 0;
@@ -121,11 +99,6 @@ static void add_gradient(int64_t height, int64_t width, int type, bool transpose
     order[rows] = rows;
     grads[rows] = values(size, type, 31u * (uint32_t)rows + 11);
     gradients[rows] = (Gradient){.size = size, .type = type};
-    if (transposed && height > 1 && width > 1) {
-        int64_t *layout = zeros(5, sizeof(int64_t));
-        memcpy(layout, (int64_t[]){2, height, width, 1, height}, 5 * sizeof(int64_t));
-        gradients[rows].layout = layout;
-    }
     rows++;
 }
 
@@ -183,7 +156,7 @@ static void add_layer(int64_t height, int64_t width, int stored, int state_type)
         .metrics = norms[rows],
         .state_type = state_type,
     };
-    add_gradient(height, width, GRAD_TYPES[rows % 4], rows % 5 == 3);
+    add_gradient(height, width, GRAD_TYPES[rows % 4]);
 }
 
 enum LambMoments { IN_FLOATS, IN_BLOCKS };
@@ -256,7 +229,7 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
         .state_type = state_type,
         .factored = factored,
     };
-    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4], rows % 5 == 3);
+    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4]);
 }
 
 /* All shards are in this process, one per tensor, so their sums are complete. */

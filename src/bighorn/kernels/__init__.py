@@ -47,7 +47,7 @@ class Kernel(Protocol):
         """The reason why it cannot serve a tensor, or a shard, or None; of a shard, the same on every rank."""
 
     def refresh(self) -> None:
-        """Read the buckets again, after parameters have moved, or gradients have become of other dtypes or strides."""
+        """Read the buckets again, after parameters have moved, or gradients have become of other dtypes."""
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""

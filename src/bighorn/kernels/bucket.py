@@ -177,10 +177,10 @@ class Bucket(Generic[Options]):
         unique_steps: `steps` of the rows that have a gradient, without repetition; kernels advance each
             (`arithmetic.count_step`).
         metrics: Float32, `[rows, options.metrics]`; kernels write the values that telemetry shows.
-        grads: One gradient per row, new for each step, of any floating dtype; kernels only read them.
-            None for a row that takes no part in this step: its parameter, state, step count and metrics do not change.
-            Slices of one parameter take part together. Every row has a gradient when a kernel is instantiated, and the
-            later gradients of a row have the same dtype.
+        grads: One gradient per row, new for each step, of 16 or 32 bits, or float64 for a parameter of float64; kernels
+            only read them. None for a row that takes no part in this step: its parameter, state, step count and metrics
+            do not change. Slices of one parameter take part together. The gradients of a row have the same dtype until
+            `refresh`.
         known: A list of gradients, and their addresses, 0 for None. They are those of this step if the list is `grads`,
             and a kernel that reads the pair has both of one step, also while another thread binds others.
         shards: Each row's shard of the whole tensor, also for its gradient; empty if every row is whole. A tensor of

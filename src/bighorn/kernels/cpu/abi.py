@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from bighorn.kernels import options
 
-VERSION = 113652665
+VERSION = 1800741328
 """The checksum of the fields that this package knows, without those of options, which are those of their classes.
 
 A library with other fields would read and write at wrong addresses. Whoever changes other structures of abi.h changes

@@ -39,14 +39,12 @@ class Came(Stepper[CameOptions]):
         return Shards(self.buckets)
 
     @staticmethod
-    def make_row(
-        bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None, memory: array[int] | None
-    ) -> Any:
+    def make_row(bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None) -> Any:
         """See `Stepper.make_row`."""
         state = bucket.state
         matrices, height, width = matrix_shape(bucket.params[i].shape, bucket.options.factor)
         return STRUCTURES["FactoredRow"](
-            weights=weights(bucket, i, positions, memory),
+            weights=weights(bucket, i, positions),
             **{name: state[name][i].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics_address(i),

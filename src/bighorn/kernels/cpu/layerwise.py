@@ -37,14 +37,12 @@ class LayerwiseStepper(Stepper[Options]):
         return unsupported_reason(param) or (NO_BLOCKS if options.blocks else None)
 
     @staticmethod
-    def make_row(
-        bucket: Bucket[Options], i: int, index: int, positions: array[int] | None, memory: array[int] | None
-    ) -> Any:
+    def make_row(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
         """See `Stepper.make_row`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
         return STRUCTURES["LayerRow"](
-            weights=weights(bucket, i, positions, memory),
+            weights=weights(bucket, i, positions),
             **state,
             step=bucket.steps[i].data_ptr(),
             metrics=bucket.metrics_address(i),

@@ -16,13 +16,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu.abi import c_options
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
-from bighorn.kernels.cpu.tensors import (
-    CHUNK_ELEMS,
-    describe_gradient,
-    memory_layout,
-    position_layout,
-    unsupported_reason,
-)
+from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, position_layout, unsupported_reason
 from bighorn.kernels.options import Options
 
 
@@ -54,17 +48,13 @@ class Stepper(Generic[Options]):
         self.lock = threading.Lock()
         """Held during a call of the library, which uses the stepper's memory, because two threads may step at once."""
         self.buckets: list[Bucket[Options]] = buckets
-        self.layouts: dict[int, array[int] | None] = {}
-        """The layouts of gradients by row, kept alive: the tables have only their addresses."""
-        self.grad_kinds: dict[int, object] = {}
-        """The dtypes and strides of gradients by row."""
+        self.grad_dtypes: dict[int, torch.dtype] = {}
+        """The dtypes of gradients by row."""
         self.positions = [position_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
-        self.memories = [memory_layout(bucket, i, x) for bucket in buckets for i, x in enumerate(bucket.params)]
-        """The layouts of parameters by row, kept alive likewise."""
+        """The positions of rows in their parameters, kept alive: the tables have only their addresses."""
         sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        described = zip(each, self.positions, self.memories, strict=True)
-        self.rows = words([self.make_row(*row, positions, memory) for row, positions, memory in described])
+        self.rows = words([self.make_row(*row, at) for row, at in zip(each, self.positions, strict=True)])
         """The library's tables have a structure for each row, in int64 words."""
         self.gradients = words([gradient for _, gradient in self._new_gradients()])
         self.shards = self.make_shards()
@@ -84,7 +74,7 @@ class Stepper(Generic[Options]):
         return unsupported_reason(param)
 
     def refresh(self) -> None:
-        """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""
+        """Update the tables, after parameters have moved, or gradients have become of other dtypes."""
         with self.lock:
             addresses = array("Q", [x.data_ptr() for bucket in self.buckets for x in bucket.params])
             if addresses:
@@ -94,19 +84,14 @@ class Stepper(Generic[Options]):
             self.threads = 0
 
     def _new_gradients(self) -> Iterator[tuple[int, Any]]:
-        """Yield the rows whose gradients are of other kinds than before, with the structures that describe them."""
-        rows = [(bucket, i, grad) for bucket in self.buckets for i, grad in enumerate(bucket.grads)]
-        for row, (bucket, i, grad) in enumerate(rows):
-            kind = None if grad is None else (grad.dtype, grad.stride())
-            if kind is not None and kind != self.grad_kinds.get(row):
-                layout = memory_layout(bucket, i, grad)
-                self.grad_kinds[row], self.layouts[row] = kind, layout
-                yield row, describe_gradient(grad, layout)
+        """Yield the rows whose gradients have other dtypes than before, with the structures that describe them."""
+        for row, grad in enumerate(itertools.chain.from_iterable(bucket.grads for bucket in self.buckets)):
+            if grad is not None and grad.dtype != self.grad_dtypes.get(row):
+                self.grad_dtypes[row] = grad.dtype
+                yield row, describe_gradient(grad)
 
     @staticmethod
-    def make_row(
-        bucket: Bucket[Options], i: int, index: int, positions: array[int] | None, memory: array[int] | None
-    ) -> Any:
+    def make_row(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
         """Return the structure of row `i` of a bucket, which is the `index`-th bucket."""
         raise NotImplementedError
 

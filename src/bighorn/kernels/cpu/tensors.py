@@ -34,20 +34,17 @@ def unsupported_reason(param: Tensor) -> str | None:
     return None
 
 
-def describe_gradient(g: Tensor, layout: array[int] | None) -> Any:
+def describe_gradient(g: Tensor) -> Any:
     """Return the structure of a gradient."""
-    return library.STRUCTURES["Gradient"](
-        layout=layout.buffer_info()[0] if layout else None, size=g.numel(), type=TYPES[g.dtype]
-    )
+    return library.STRUCTURES["Gradient"](size=g.numel(), type=TYPES[g.dtype])
 
 
-def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, memory: array[int] | None) -> Any:
-    """Return how the weights of row `i` of a bucket are stored: `position_layout` and `memory_layout` of them."""
+def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> Any:
+    """Return how the weights of row `i` of a bucket are stored, and their `position_layout`."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (first_position(bucket, i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return library.STRUCTURES["Weights"](
         data=x.data_ptr(),
-        memory=memory.buffer_info()[0] if memory else None,
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
         layout=positions.buffer_info()[0] if positions else None,
         offset=offset,
@@ -70,25 +67,16 @@ def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
     """Return the layout of row `i` in its parameter; None if its elements are consecutive there."""
     if not bucket.shards:
         return None
-    shard = bucket.shards[i]
-    return layout(shard.size, contiguous_strides(shard.size), contiguous_strides(shard.shape))
+    return layout(bucket.shards[i].size, bucket.shards[i].shape)
 
 
-def memory_layout(bucket: Bucket[Options], i: int, tensor: Tensor) -> array[int] | None:
-    """Return the layout of a parameter or a gradient in the order of its state; None if the order is the same."""
-    if bucket.options.packed:  # two codes to a byte, in row-major order
-        return layout(tensor.shape, contiguous_strides(tensor.shape), tensor.stride())
-    return layout(tensor.shape, bucket.state["exp_avg"][i].stride(), tensor.stride())
-
-
-def layout(sizes: Sequence[int], order: Sequence[int], strides: Sequence[int]) -> array[int] | None:
-    """Return a layout (csrc/numbers.h) of elements in the order of the strides `order`; None if `strides` are equal."""
-    if order == strides:
-        return None
-    dims = sorted((d for d in range(len(sizes)) if sizes[d] > 1), key=lambda d: -order[d])
+def layout(sizes: Sequence[int], whole: Sequence[int]) -> array[int] | None:
+    """Return the layout (csrc/numbers.h) of a box of this size in a row-major tensor; None if it is consecutive."""
+    order, strides = contiguous_strides(sizes), contiguous_strides(whole)
+    dims = [d for d in range(len(sizes)) if sizes[d] > 1]
     if all(order[d] == strides[d] for d in dims):
         return None
-    merged: list[tuple[int, int]] = []  # dims that are one after the other in memory, too, are one dim
+    merged: list[tuple[int, int]] = []  # dims that are consecutive in the whole tensor, too, are one dim
     for d in dims:
         size, stride = sizes[d], strides[d]
         if merged and merged[-1][1] == size * stride:

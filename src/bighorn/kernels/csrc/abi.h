@@ -38,22 +38,18 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, threads)                          \
     FIELD(S, int32_t, isa)
 
-/* The memory layout of one row's gradient; its address is new at each step.
- * layout: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
- */
-#define GRADIENT_FIELDS(FIELD, S)     \
-    FIELD(S, const int64_t *, layout) \
-    FIELD(S, int64_t, size)           \
+/* One row's gradient, dense in the order of the state; its address is new at each step. */
+#define GRADIENT_FIELDS(FIELD, S) \
+    FIELD(S, int64_t, size)       \
     FIELD(S, int32_t, type)
 
 /* One tensor's weights: how they are stored, and their position in the parameter, which selects their random bits.
- * memory: offsets of the elements in the order of the state (numbers.h); NULL: they are in that order.
- * aux: kahan: the compensation, int16, kahan8: int8; master: the master weights, float32; in the order of the state.
+ * data, aux: dense in the order of the state. aux: kahan: the compensation, int16, kahan8: int8; master: the master
+ * weights, float32.
  * layout: positions in the whole parameter (numbers.h); NULL: they are consecutive.
  * offset: the position of the first weight in the parameter. */
 #define WEIGHTS_FIELDS(FIELD, S)      \
     FIELD(S, void *, data)            \
-    FIELD(S, const int64_t *, memory) \
     FIELD(S, void *, aux)             \
     FIELD(S, const int64_t *, layout) \
     FIELD(S, int64_t, offset)         \

@@ -77,9 +77,7 @@ static void momentum_and_apply(CameWork *c, FactoredSquareSums sums) {
     set_clip(c, sums.update);
     set_step(c, sums.param, 1);
     for (int64_t tile = w->first; tile < w->last; tile++) {
-        factored_with_weights(&w->copies, &w->job, tile);
-        c->loops->momentum_and_apply(factored_with_grad(&w->copies, &w->job, tile), &c->factors, tile);
-        factored_store_weights(&w->copies, &w->job, tile);
+        c->loops->momentum_and_apply(&w->job, &c->factors, tile);
     }
     if (w->thread == 0) w->job.row->metrics[2] = 1;
 }
@@ -88,8 +86,7 @@ static void momentum_and_apply(CameWork *c, FactoredSquareSums sums) {
 static void momentum(CameWork *c) {
     FactoredWork *w = &c->work;
     w->columns->matrix = -1;
-    for (int64_t tile = w->last; tile-- > w->first;)
-        c->loops->momentum(factored_with_grad(&w->copies, &w->job, tile), &c->factors, tile, w->columns);
+    for (int64_t tile = w->last; tile-- > w->first;) c->loops->momentum(&w->job, &c->factors, tile, w->columns);
     factored_finish(w, &c->factors.residual);
     factored_wait(w);
     w->columns->matrix = -1;
@@ -107,9 +104,7 @@ static double confidence(CameWork *c) {
 static double apply(CameWork *c) {
     FactoredWork *w = &c->work;
     for (int64_t tile = w->first; tile < w->last; tile++) {
-        w->job.tile_sums[tile] =
-            c->loops->apply(factored_with_weights(&w->copies, &w->job, tile), &c->factors, tile, w->columns);
-        factored_store_weights(&w->copies, &w->job, tile);
+        w->job.tile_sums[tile] = c->loops->apply(&w->job, &c->factors, tile, w->columns);
     }
     return factored_total(w);
 }

@@ -145,7 +145,7 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             factors.r[k] *= f->clip;
-            if (!row->weights.memory) fetch_for_next_pass(job, row->weights.data, row->weights.type, start, s.n);
+            fetch_for_next_pass(job, row->weights.data, row->weights.type, start, s.n);
             if (is_ready(row->state_type)) {
                 g[k] = grad_in_place(job, start, s.n, &buffers[k]);
                 m[k] = at(row->exp_avg, row->state_type, start);
@@ -202,8 +202,7 @@ static double apply(const FactoredJob *job, const CameFactors *f, int64_t index,
     const FactoredTile t = tile_at(&job->grid, index);
     const FactoredRow *row = job->row;
     const Weights *w = &row->weights;
-    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST && !w->memory,
-              m_ready = is_ready(row->state_type);
+    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
     real(*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     PieceFactors factors;
     double total = 0;

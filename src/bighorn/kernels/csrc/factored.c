@@ -10,7 +10,6 @@
 #include <math.h>
 
 TABLE_PER_ISA(FactoredLoops, factored_loops)
-TABLE_PER_ISA(StridedLoops, strided_loops)
 
 /* ---- tiles and workspace --------------------------------------------------------------------------------- */
 
@@ -43,7 +42,7 @@ static int64_t tile_columns_of(const FactoredGrid *g) {
     return most < WIDE_COLUMNS ? most : WIDE_COLUMNS;
 }
 
-static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
+static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard) {
     FactoredGrid g = {
         .matrices = row->matrices,
         .height = row->height,
@@ -67,9 +66,6 @@ static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard, 
         if (g.width <= WIDE_COLUMNS) g.tiles_down = larger(g.tiles_down, shares_of(&g));
         if (g.width > (g.tiles_down > 1 ? WHOLE_COLUMNS : WIDE_COLUMNS)) g.tile_columns = tile_columns_of(&g);
         g.tiles_across = (g.width + g.tile_columns - 1) / g.tile_columns;
-        const int64_t most = STAGED_ELEMS / g.width; /* rows of a copy */
-        if (is_copied(row, gradient) && g.tiles_across == 1)
-            g.tiles_down = larger(g.tiles_down, (g.height + most - 1) / most);
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.tiles_down * g.tiles_across;
     g.column_groups = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
@@ -98,8 +94,8 @@ static FactoredWorkspace places_in(const FactoredGrid *g, const FactoredShard *s
     return p;
 }
 
-int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
-    const FactoredGrid grid = grid_of(row, shard, gradient);
+int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard) {
+    const FactoredGrid grid = grid_of(row, shard);
     return places_in(&grid, shard).end;
 }
 
@@ -110,21 +106,19 @@ static int64_t column_elems_of(const FactoredGrid *g) {
     return (larger(2 * PIECE_ELEMS, g->tile_columns) + 15) / 16 * 16;
 }
 
-int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient) {
-    const FactoredGrid grid = grid_of(row, shard, gradient);
-    return SCRATCH_DOUBLES + doubles_of(COLUMN_BUFFERS * column_elems_of(&grid)) +
-           factored_copied_bytes(&grid, row, gradient) / (int64_t)sizeof(double);
+int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard) {
+    const FactoredGrid grid = grid_of(row, shard);
+    return SCRATCH_DOUBLES + doubles_of(COLUMN_BUFFERS * column_elems_of(&grid));
 }
 
-/* Places a thread's buffers in its scratch; returns the memory for copies of tiles. */
-static char *begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
+/* Places a thread's buffers in its scratch. */
+static void begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
     const int64_t elems = column_elems_of(g);
     real *columns = (real *)(scratch + 1);
     scratch->columns.matrix = -1;
     scratch->columns.factor = columns;
     scratch->sums.elements = columns + elems;
     scratch->sums.ratios = columns + 2 * elems;
-    return (char *)(columns + COLUMN_BUFFERS * elems);
 }
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
@@ -162,7 +156,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
                     const RowShare *share, double *scratch, double *workspace) {
     const FactoredRow *row = &s->rows[index];
     const FactoredShard *shard = s->shards ? &s->shards[index] : NULL;
-    const FactoredGrid grid = grid_of(row, shard, &s->gradients[index]);
+    const FactoredGrid grid = grid_of(row, shard);
     const FactoredWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     real *ratios = (real *)(workspace + p.ratios);
@@ -193,7 +187,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
     w->team = share->parts;
     factored_select(w, 0, grid.matrices);
     w->columns = &w->job.scratch->columns;
-    factored_begin_copies(&w->copies, &w->job, strided_loops_for(s->isa), begin_scratch(w->job.scratch, &grid));
+    begin_scratch(w->job.scratch, &grid);
 }
 
 /* Returns the sum of all threads' sums [first, last), after a barrier. A second barrier must come before they are
@@ -229,7 +223,7 @@ void factored_finish(const FactoredWork *w, const FactoredAverage *average) {
 
 double factored_param_square_sum(FactoredWork *w) {
     for (int64_t tile = w->first; tile < w->last; tile++)
-        w->job.tile_sums[tile] = w->loops->param_square_sum(factored_with_weights(&w->copies, &w->job, tile), tile);
+        w->job.tile_sums[tile] = w->loops->param_square_sum(&w->job, tile);
     double sum = factored_total(w);
     factored_wait(w);
     return sum;
@@ -237,8 +231,7 @@ double factored_param_square_sum(FactoredWork *w) {
 
 double factored_update_square_sum(FactoredWork *w) {
     for (int64_t tile = w->last; tile-- > w->first;)
-        w->job.tile_sums[tile] =
-            w->loops->update_square_sum(factored_with_grad(&w->copies, &w->job, tile), tile, w->columns);
+        w->job.tile_sums[tile] = w->loops->update_square_sum(&w->job, tile, w->columns);
     return factored_total(w);
 }
 
@@ -249,13 +242,12 @@ double factored_second_moment(FactoredWork *w) {
     const int split = is_split(job->shard);
     if (!job->row->factored) {
         for (int64_t tile = w->first; tile < w->last; tile++)
-            job->tile_sums[tile] = loops->second_moment(factored_with_grad(&w->copies, &w->job, tile), tile);
+            job->tile_sums[tile] = loops->second_moment(&w->job, tile);
         return factored_total(w);
     }
     for (int64_t tile = w->first; tile < w->last; tile++) {
-        const FactoredJob *here = factored_with_grad(&w->copies, &w->job, tile);
-        job->tile_sums[tile] = loops->squares(here, tile);
-        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(here, tile, w->columns);
+        job->tile_sums[tile] = loops->squares(job, tile);
+        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, w->columns);
     }
     factored_finish(w, &job->square);
     if (!split && !g->whole && !g->read_once && !g->ratios_of_columns) {
@@ -264,8 +256,7 @@ double factored_second_moment(FactoredWork *w) {
     }
     if (split && !is_split_both_ways(job->shard) && !g->read_once) {
         factored_wait(w);
-        for (int64_t tile = w->last; tile-- > w->first;)
-            loops->ratios(factored_with_grad(&w->copies, &w->job, tile), tile, w->columns);
+        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(&w->job, tile, w->columns);
         factored_finish(w, &job->ratio);
     }
     if (g->ratios_of_columns) return total(w, 0, g->matrices);

@@ -3,7 +3,6 @@
 #ifndef BIGHORN_FACTORED_H
 #define BIGHORN_FACTORED_H
 
-#include "factored_copies.h"
 #include "factored_rows.h"
 #include "factored_shards.h"
 
@@ -16,7 +15,6 @@ typedef struct {
     RunBarrier *barrier;
     int thread, team;
     FactoredColumns *columns;
-    FactoredCopies copies;
 } FactoredWork;
 
 /* Begins a share of row `index`. The second moment is an average with `beta2` of q = (grad_scale g)^2 + eps1. */

@@ -24,8 +24,8 @@ static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shar
         const FactoredRow *row = &rows[index];
         const FactoredShard *shard = shards ? &shards[index] : NULL;
         const Gradient *gradient = &gradients[index];
-        const int64_t need = factored_workspace(row, shard, gradient);
-        const int64_t scratch = factored_scratch(row, shard, gradient);
+        const int64_t need = factored_workspace(row, shard);
+        const int64_t scratch = factored_scratch(row, shard);
         needs.scratch = larger(needs.scratch, scratch);
         needs.shared = larger(needs.shared, need);
         if (gradient->size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);

@@ -16,8 +16,8 @@ typedef struct {
 } FactoredStep;
 
 /* Return the doubles of a thread's buffers, and those of workspace, for one tensor; `shard` is NULL if it is whole. */
-int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
-int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard, const Gradient *gradient);
+int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard);
+int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard);
 
 /* Steps one row, or one thread's share of it. */
 typedef void FactoredStepRow(FactoredStep *s, int64_t row, const RowShare *share, double *scratch, double *workspace);

@@ -49,13 +49,13 @@ static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double 
 
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
-static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
+static LayerInfo prepare(const LayerRows *s, int64_t row, void *locals) {
     const LayerRow *r = &s->rows[row];
     const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
     l->loops = r->inner > 0 ? lamb_blocks_for(s->isa) : lamb_loops_for(s->isa);
     l->factors = factors_of(o, r, s->grad_scale);
-    return plan_row(s, row, scratch, bytes, &l->copies, sizeof(float), o->adapt, false);
+    return layer_info(s, row, sizeof(float), o->adapt);
 }
 
 static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {

@@ -13,8 +13,8 @@ enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
  * depend on the sums. */
 static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
-    const int has_masters = w->type == FLOAT32 && used_in_place(w) && b->row->state_type == FLOAT32 &&
-                            is_plain(b->gradient) && b->gradient->type == BFLOAT16;
+    const int has_masters =
+        w->type == FLOAT32 && used_in_place(w) && b->row->state_type == FLOAT32 && b->gradient->type == BFLOAT16;
     return f->l2 == 0 && ((has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b));
 }
 

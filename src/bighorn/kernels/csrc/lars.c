@@ -7,7 +7,7 @@
 
 LAYER_OPTIMIZER(Lars, lars)
 
-static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals) {
+static LayerInfo prepare(const LayerRows *s, int64_t row, void *locals) {
     const LayerRow *r = &s->rows[row];
     const LarsOptions *o = options_of(s, r);
     LarsLocals *l = locals;
@@ -20,7 +20,7 @@ static LayerInfo prepare(const LayerRows *s, int64_t row, char *scratch, int64_t
         .rng_key = rng_key_at(&r->weights, o->rounding_seed, (int64_t)*r->step + 1),
     };
     /* Nothing is stored between the loops, but the scratch is divided by the bytes of an element. */
-    return plan_row(s, row, scratch, bytes, &l->copies, 1, true, true);
+    return layer_info(s, row, 1, true);
 }
 
 static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {

@@ -18,11 +18,9 @@ enum { REAL_SUM_ELEMS = 64 * SUM_LANES };
 static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 /* Whether weights are bfloat16 that can be used in place. */
-static inline int is_in_bfloat16(const Weights *w) {
-    return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST && !w->memory;
-}
+static inline int is_in_bfloat16(const Weights *w) { return w->type == BFLOAT16 && w->rounding == ROUND_NEAREST; }
 
-static inline int used_in_place(const Weights *w) { return (w->type == FLOAT32 && !w->memory) || is_in_bfloat16(w); }
+static inline int used_in_place(const Weights *w) { return w->type == FLOAT32 || is_in_bfloat16(w); }
 
 /* The type of the weights that a loop reads: their own if they are used in place. */
 static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->type : FLOAT32; }
@@ -30,7 +28,7 @@ static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->typ
 /* Returns the elements of a piece: all of a chunk if its data are used in place, since a longer loop has more loads in
  * flight, which saves 4% of a step beyond the caches. */
 static inline int layer_piece(const LayerChunk *b) {
-    const int in_place = used_in_place(&b->row->weights) && is_plain(b->gradient) && b->gradient->type == FLOAT32;
+    const int in_place = used_in_place(&b->row->weights) && b->gradient->type == FLOAT32;
     return in_place ? CHUNK_ELEMS : PIECE_ELEMS;
 }
 
@@ -39,8 +37,8 @@ typedef struct {
     real x[PIECE_ELEMS], g[PIECE_ELEMS];
 } LayerBuffers;
 
-/* A piece of a chunk: elements [start, start + n) of the row. Moments are used in place, and so are weights that are
- * consecutive, not float16, and rounded to the nearest. */
+/* A piece of a chunk: elements [start, start + n) of the row. Moments are used in place, and so are weights that
+ * are not float16, and rounded to the nearest. */
 typedef struct {
     const LayerChunk *chunk;
     LayerBuffers *buffers;

@@ -1,4 +1,4 @@
-/* The rows of a layer-wise step: their chunks, copies of windows of transposed ones, and the call. The optimizer adds
+/* The rows of a layer-wise step: their chunks, and the call. The optimizer adds
  * its options and its loops; layerwise.h has the schedule. */
 #ifndef BIGHORN_LAYER_ROWS_H
 #define BIGHORN_LAYER_ROWS_H
@@ -6,30 +6,17 @@
 #include "codec.h"
 #include "layer_loops.h"
 
-TABLE_PER_ISA(StridedLoops, strided_loops)
-
 /* All threads share a larger tensor, because their caches together hold more of it; one thread gets a smaller one. */
 enum { SHARED_MIN_ELEMS = 1 << 18 };
 
 struct LayerRows {
     int isa;
-    const StridedLoops *strided;
     const void *options; /* the optimizer's, which a row has the index of */
     const LayerRow *rows;
     const Gradient *gradients;
     void *const *grads;
     double grad_scale;
 };
-
-/* The first member of an optimizer's locals. If a gradient or weights are transposed, the loops use copies of a window
- * of them; the addresses of these copies are NULL otherwise. */
-typedef struct {
-    char *grad_copy, *weights_copy;
-    LayerRow row;
-    Gradient gradient;
-    const void *grad;
-    bool first_writes, second_reads_grad; /* whether the first loop writes weights, and the second reads gradients */
-} LayerCopies;
 
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
@@ -52,87 +39,20 @@ static inline int64_t layer_chunks(const LayerRow *row, int64_t size) {
 }
 
 /* The function `chunk` of a LayerwiseRule. */
-static inline LayerChunk layer_chunk(const LayerRows *s, int64_t row, int64_t chunk, const void *locals) {
-    const LayerCopies *c = locals;
+static inline LayerChunk layer_chunk(const LayerRows *s, int64_t row, int64_t chunk) {
     const int64_t size = s->gradients[row].size, start = layer_start(&s->rows[row], size, chunk);
     return (LayerChunk){
-        .row = c->weights_copy ? &c->row : &s->rows[row],
-        .gradient = c->grad_copy ? &c->gradient : &s->gradients[row],
-        .grad = c->grad_copy ? c->grad : s->grads[row],
+        .row = &s->rows[row],
+        .gradient = &s->gradients[row],
+        .grad = s->grads[row],
         .start = start,
         .size = layer_start(&s->rows[row], size, chunk + 1) - start,
     };
 }
 
-/* ---- copies of windows ----------------------------------------------------------------------------------- */
-
-/* Reserves memory for copies of a window, if the row is transposed and the scratch has space for them. */
-static inline void plan_copies(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, LayerCopies *c,
-                               LayerInfo *info) {
-    const Gradient *g = &s->gradients[row];
-    const Weights *w = &s->rows[row].weights;
-    const int64_t g_bytes = is_transposed(g->layout) ? dtype_bytes(g->type) : 0;
-    const int64_t x_bytes = is_transposed(w->memory) ? dtype_bytes(w->type) : 0;
-    c->grad_copy = c->weights_copy = NULL;
-    if (!g_bytes && !x_bytes) return;
-    int64_t most = (bytes - CACHE_LINE_BYTES) / (g_bytes + x_bytes);
-    if (most > STAGED_ELEMS) most = STAGED_ELEMS;
-    info->window = most / CHUNK_ELEMS;
-    if (info->window <= 0) {
-        info->window = 0;
-        return;
-    }
-    const int64_t elements = info->window * CHUNK_ELEMS;
-    if (x_bytes) c->weights_copy = scratch;
-    if (g_bytes) c->grad_copy = scratch + elements * x_bytes;
-    const int64_t used = elements * (x_bytes + g_bytes);
-    info->used_bytes = (used + CACHE_LINE_BYTES - 1) / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
-    c->row = s->rows[row];
-    c->row.weights.memory = NULL;
-    c->gradient = *g;
-    c->gradient.layout = NULL;
-}
-
-static inline void copy_weights(const LayerRows *s, int64_t row, int64_t first, int64_t last, const LayerCopies *c,
-                                enum StridedCopy direction) {
-    const Weights *w = &s->rows[row].weights;
-    const int64_t size = s->gradients[row].size, start = layer_start(&s->rows[row], size, first);
-    s->strided->copy(w->memory, w->data, w->type, start, layer_start(&s->rows[row], size, last) - start,
-                     c->weights_copy, direction);
-}
-
-/* The functions `open_window` and `close_window` of a LayerwiseRule. */
-static inline void open_window(const LayerRows *s, int64_t row, int64_t first, int64_t last, void *locals,
-                               bool second) {
-    const Gradient *g = &s->gradients[row];
-    LayerCopies *c = locals;
-    const int64_t start = layer_start(&s->rows[row], g->size, first), end = layer_start(&s->rows[row], g->size, last);
-    if (c->weights_copy) {
-        copy_weights(s, row, first, last, c, STRIDED_GATHER);
-        c->row.weights.data = c->weights_copy - start * dtype_bytes(c->row.weights.type);
-    }
-    if (!c->grad_copy || (second && !c->second_reads_grad)) return;
-    s->strided->copy(g->layout, s->grads[row], g->type, start, end - start, c->grad_copy, STRIDED_GATHER);
-    c->grad = c->grad_copy - start * dtype_bytes(g->type);
-}
-
-static inline void close_window(const LayerRows *s, int64_t row, int64_t first, int64_t last, const void *locals,
-                                bool second) {
-    const LayerCopies *c = locals;
-    if (c->weights_copy && (second || c->first_writes)) copy_weights(s, row, first, last, c, STRIDED_SCATTER);
-}
-
-/* Returns the properties of a row whose chunks the first loop finishes unless `needs_ratio`, and plans its copies. */
-static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, LayerCopies *c,
-                                 int update_bytes, bool needs_ratio, bool second_reads_grad) {
-    LayerInfo info = {
-        .chunks = layer_chunks(&s->rows[row], s->gradients[row].size),
-        .update_bytes = update_bytes,
-        .needs_ratio = needs_ratio,
-    };
-    plan_copies(s, row, scratch, bytes, c, &info);
-    c->first_writes = !needs_ratio, c->second_reads_grad = second_reads_grad;
-    return info;
+/* Returns the properties of a row whose chunks the first loop finishes unless `needs_ratio`. */
+static inline LayerInfo layer_info(const LayerRows *s, int64_t row, int update_bytes, bool needs_ratio) {
+    return (LayerInfo){layer_chunks(&s->rows[row], s->gradients[row].size), update_bytes, needs_ratio};
 }
 
 /* ---- an optimizer's rows --------------------------------------------------------------------------------- */
@@ -143,7 +63,6 @@ static inline LayerInfo plan_row(const LayerRows *s, int64_t row, char *scratch,
 #define LAYER_OPTIMIZER(Name, name)                                                                \
     TABLE_PER_ISA(Name##Loops, name##_loops)                                                       \
     typedef struct {                                                                               \
-        LayerCopies copies;                                                                        \
         const Name##Loops *loops;                                                                  \
         Name##Factors factors;                                                                     \
     } Name##Locals;                                                                                \
@@ -166,7 +85,7 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
  * no memory, so it cannot fail. */
 #define LAYER_STEP(function, Options, second)                                                                        \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
-        static const LayerwiseRule rule = {prepare, open_window, close_window, layer_chunk, first, ratio, second};   \
+        static const LayerwiseRule rule = {prepare, layer_chunk, first, ratio, second};                              \
         layerwise_step_row(rule, step, row, share);                                                                  \
     }                                                                                                                \
     static void step_rows(int thread, int team, void *data) {                                                        \
@@ -178,7 +97,7 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
                          double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,     \
                          LayerSums *sums) {                                                                          \
         const LayerRows own = {                                                                                      \
-            run->isa, strided_loops_for(run->isa), options, rows, gradients, grads, grad_scale,                      \
+            run->isa, options, rows, gradients, grads, grad_scale,                                                   \
         };                                                                                                           \
         LayerwiseStep step = {                                                                                       \
             .rows = &own,                                                                                            \

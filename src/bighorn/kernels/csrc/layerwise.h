@@ -30,7 +30,7 @@ static inline void add_sums(LayerSums *total, LayerSums sums) {
 }
 
 /* The bytes of a thread for values that are computed once per row, before the loops. */
-enum { LAYER_LOCALS_BYTES = 384 };
+enum { LAYER_LOCALS_BYTES = 128 };
 
 /* A thread's part of the scratch begins at a multiple of this. */
 enum { CACHE_LINE_BYTES = 64 };
@@ -38,10 +38,8 @@ enum { CACHE_LINE_BYTES = 64 };
 /* The properties of a row that the schedule needs. */
 typedef struct {
     int64_t chunks;
-    int update_bytes;   /* of one element of a stored update */
-    bool needs_ratio;   /* false: the first loop finishes the row */
-    int64_t window;     /* chunks that are prepared together; 0: none need to be */
-    int64_t used_bytes; /* of the thread's scratch */
+    int update_bytes; /* of one element of a stored update */
+    bool needs_ratio; /* false: the first loop finishes the row */
 } LayerInfo;
 
 /* The arguments of a call, which layer_rows.h defines. */
@@ -50,14 +48,9 @@ typedef struct LayerRows LayerRows;
 /* The functions that an optimizer supplies. Rows and chunks are indices. A chunk has at most CHUNK_ELEMS elements, and
  * chunks do not depend on the number of threads. */
 typedef struct {
-    /* Computes a row's locals, and returns the properties of the row that the schedule needs. The rule can use the
-     * first of the thread's bytes of scratch. */
-    LayerInfo (*prepare)(const LayerRows *s, int64_t row, char *scratch, int64_t bytes, void *locals);
-    /* Called before and after a loop over chunks [first, last), which are a window of a row that needs them. */
-    void (*open_window)(const LayerRows *s, int64_t row, int64_t first, int64_t last, void *locals, bool second);
-    void (*close_window)(const LayerRows *s, int64_t row, int64_t first, int64_t last, const void *locals, bool second);
-    /* Returns a chunk. Its gradient and weights may be the copies of a window. */
-    LayerChunk (*chunk)(const LayerRows *s, int64_t row, int64_t chunk, const void *locals);
+    /* Computes a row's locals, and returns the properties of the row that the schedule needs. */
+    LayerInfo (*prepare)(const LayerRows *s, int64_t row, void *locals);
+    LayerChunk (*chunk)(const LayerRows *s, int64_t row, int64_t chunk);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
     LayerSums (*first)(const LayerRows *s, const LayerChunk *chunk, const void *locals, void *update);
@@ -74,7 +67,7 @@ typedef struct {
     RowQueue queue;
     int phase;       /* LayerwisePhase */
     LayerSums *sums; /* one per row, kept between two calls that run one phase each; else NULL */
-    char *scratch;   /* stored updates, and memory of the rule; the team divides it evenly */
+    char *scratch;   /* stored updates; the team divides it evenly */
     int64_t scratch_bytes;
     LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
     RunBarrier barrier;
@@ -104,17 +97,11 @@ FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t chunk) {
 FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
                                                       const LayerSlice *slice, const LayerInfo info, void *locals) {
     LayerSums total = {0}, *partial = slice->partial;
-    const int64_t window = info.window ? info.window : slice->last - slice->first;
-    for (int64_t from = slice->first; from < slice->last; from += window) {
-        const int64_t to = slice->last - from < window ? slice->last : from + window;
-        if (info.window) rule.open_window(s->rows, slice->row, from, to, locals, false);
-        for (int64_t b = from; b < to; b++) {
-            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b, locals);
-            const LayerSums sums = rule.first(s->rows, &chunk, locals, layerwise_update(slice, b));
-            if (partial) partial[b] = sums;
-            add_sums(&total, sums);
-        }
-        if (info.window) rule.close_window(s->rows, slice->row, from, to, locals, false);
+    for (int64_t b = slice->first; b < slice->last; b++) {
+        const LayerChunk chunk = rule.chunk(s->rows, slice->row, b);
+        const LayerSums sums = rule.first(s->rows, &chunk, locals, layerwise_update(slice, b));
+        if (partial) partial[b] = sums;
+        add_sums(&total, sums);
     }
     if (!partial) return total;
     wait_for_all(&s->barrier, slice->team);
@@ -125,17 +112,14 @@ FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, 
 
 /* Runs the second loop over the slice. */
 FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, LayerwiseStep *s, const LayerSlice *slice,
-                                                  const LayerInfo info, void *locals, double ratio) {
+                                                  void *locals, double ratio) {
     for (int64_t start, end = slice->last; end > slice->first; end = start) {
-        int64_t group = slice->last - end < CACHED_CHUNKS ? REVERSED_CHUNKS : end - slice->first;
-        if (info.window && info.window < group) group = info.window;
+        const int64_t group = slice->last - end < CACHED_CHUNKS ? REVERSED_CHUNKS : end - slice->first;
         start = end - group > slice->first ? end - group : slice->first;
-        if (info.window) rule.open_window(s->rows, slice->row, start, end, locals, true);
         for (int64_t b = start; b < end; b++) {
-            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b, locals);
+            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b);
             rule.second(s->rows, &chunk, locals, ratio, layerwise_update(slice, b));
         }
-        if (info.window) rule.close_window(s->rows, slice->row, start, end, locals, true);
     }
 }
 
@@ -144,16 +128,15 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
                                               const RowShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
     const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
-    char *scratch = s->scratch + share->thread * own_bytes;
-    const LayerInfo info = rule.prepare(s->rows, row, scratch, own_bytes, locals);
+    const LayerInfo info = rule.prepare(s->rows, row, locals);
     const int64_t chunk_bytes = CHUNK_ELEMS * info.update_bytes;
-    const int64_t room = s->phase == PHASE_BOTH ? (own_bytes - info.used_bytes) / chunk_bytes : 0;
+    const int64_t room = s->phase == PHASE_BOTH ? own_bytes / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
         .row = row,
         .first = share_of(info.chunks, share->part, share->parts),
         .last = share_of(info.chunks, share->part + 1, share->parts),
-        .scratch = scratch + info.used_bytes,
+        .scratch = s->scratch + share->thread * own_bytes,
         .chunk_bytes = chunk_bytes,
         .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
         .team = share->team,
@@ -166,7 +149,7 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
         return;
     }
     const double ratio = rule.ratio(s->rows, row, locals, total, leads);
-    if (rule.second && info.needs_ratio) layerwise_second_phase(rule, s, &slice, info, locals, ratio);
+    if (rule.second && info.needs_ratio) layerwise_second_phase(rule, s, &slice, locals, ratio);
 }
 
 #endif

@@ -2,7 +2,7 @@
 #ifndef BIGHORN_ROUNDING_H
 #define BIGHORN_ROUNDING_H
 
-#include "strided.h"
+#include "numbers.h"
 
 /* ---- random bits ----------------------------------------------------------------------------------------- */
 
@@ -177,35 +177,17 @@ static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int
     else write_halves(FLOAT16, w, rng_key, x, start, n, values);
 }
 
-NO_INLINE void gather_weights(const Weights *w, int64_t start, int n, real *buffer) {
-    uint16_t halves[PIECE_ELEMS];
-    void *x = w->type == FLOAT32 ? (void *)buffer : halves;
-    strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_GATHER);
-    if (w->type != FLOAT32) read_stored(w, x, start, n, buffer);
-}
-
-NO_INLINE void scatter_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
-    uint16_t halves[PIECE_ELEMS];
-    void *x = w->type == FLOAT32 ? (void *)values : halves;
-    if (w->type != FLOAT32) write_stored(w, rng_key, x, start, n, values);
-    strided_copy(w->memory, w->data, w->type, start, n, x, STRIDED_SCATTER);
-}
-
-/* Returns the values that weights [start, start + n) stand for, a piece at most: in position if they have the type of
- * the arithmetic and are consecutive, else in the buffer. Arithmetic in float64 is for float64 weights. */
+/* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they are float32, else in
+ * the buffer. */
 static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
-    void *x = consecutive(w->memory, w->data, w->type, start, n);
-    if (x && w->type == FLOAT32) return x;
-    if (x) read_stored(w, x, start, n, buffer);
-    else gather_weights(w, start, n, buffer);
+    if (w->type == FLOAT32) return (real *)w->data + start;
+    read_stored(w, at(w->data, w->type, start), start, n, buffer);
     return buffer;
 }
 
 /* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
 static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
-    void *x = consecutive(w->memory, w->data, w->type, start, n);
-    if (!x) scatter_weights(w, rng_key, start, n, values);
-    else write_stored(w, rng_key, x, start, n, values);
+    write_stored(w, rng_key, at(w->data, w->type, start), start, n, values);
     if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
 }
 

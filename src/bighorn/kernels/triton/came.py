@@ -39,7 +39,7 @@ class Came(Stepper[CameOptions]):
     def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
         """See `Stepper.launch_group`."""
         group = CameShardLaunchGroup if self.buckets[indices[0][0]].shards else CameLaunchGroup
-        return group(self.buckets, indices, self.gradient_layouts, self.uploads)
+        return group(self.buckets, indices, self.grad_dtypes, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:

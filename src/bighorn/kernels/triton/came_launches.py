@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import CameOptions
-from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.tables import Uploads
 from bighorn.kernels.triton.tiles import TileGrid, area_of, tile_grid
 
@@ -22,13 +22,13 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     """Rows that are all factored, or all unfactored."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
 
         self.columns, self.kernels = came_layout, came_kernels
         self.unfactored_kernels = came_unfactored_kernels
-        super().__init__(buckets, indices, layouts, uploads)
+        super().__init__(buckets, indices, dtypes, uploads)
         grids, device = self.grids, self.device
         self.factored = factored = self.constants["FACTORED"]
         self.constants |= {"TALL": grids[0].tall, "WIDE": grids[0].wide}

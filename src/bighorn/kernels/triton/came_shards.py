@@ -18,7 +18,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
-from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex
 from bighorn.kernels.triton.tables import ABSENT, Uploads
 from bighorn.kernels.triton.tiles import TileGrid
 
@@ -71,11 +71,11 @@ class CameShardLaunchGroup(CameLaunchGroup):
     """Shards of tensors whose matrices are all split in the same way."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import came_shard_kernels
 
-        super().__init__(buckets, indices, layouts, uploads)
+        super().__init__(buckets, indices, dtypes, uploads)
         self.shard_kernels = came_shard_kernels
         (index, i), device = indices[0], self.device
         self.factor = buckets[index].options.factor

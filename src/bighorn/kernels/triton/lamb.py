@@ -9,7 +9,7 @@ import torch
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LambOptions
-from bighorn.kernels.triton.launch_group import GradientLayouts, RowIndex
+from bighorn.kernels.triton.launch_group import GradDtypes, RowIndex
 from bighorn.kernels.triton.layerwise import LayerLaunchGroup, LayerwiseStepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -18,10 +18,10 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
     """Rows that share compiled kernels, first those of the second pass, which omits rows without a trust ratio."""
 
     def __init__(
-        self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+        self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         waits = [bucket.options.adapt for bucket in buckets]
-        super().__init__(buckets, sorted(indices, key=lambda index: not waits[index[0]]), layouts, uploads)
+        super().__init__(buckets, sorted(indices, key=lambda index: not waits[index[0]]), dtypes, uploads)
         waiting = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
         self.waiting_to_row = self.program_to_row[:waiting]
 

@@ -20,7 +20,7 @@ from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
 from bighorn.kernels.rounding import AUX_STATE, rng_key
 from bighorn.kernels.triton.device import Launch, compiled
-from bighorn.kernels.triton.tables import ABSENT, CachedTable, Uploads, in_order_of, keep_alive
+from bighorn.kernels.triton.tables import ABSENT, CachedTable, Uploads, keep_alive
 
 CHUNK = 8192  # elements per program
 
@@ -34,8 +34,8 @@ without this number, kernels with the columns and sizes of an older version woul
 RowIndex = tuple[int, int]
 """The index of a bucket, and the index of a row in it."""
 
-GradientLayouts = dict[RowIndex, tuple[torch.dtype, bool]]
-"""The dtype of each row's gradient, and whether it has the memory order of the parameter."""
+GradDtypes = dict[RowIndex, torch.dtype]
+"""The dtype of each row's gradient."""
 
 Tables = Callable[[object], tuple[Tensor, ...]]
 """A function that takes a kernel's tables from its launch group."""
@@ -57,8 +57,6 @@ class LaunchGroup(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
 
     params: list[Tensor]
-    noncontiguous: list[int]
-    """The rows whose gradients are not in the memory order of their parameters."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
     options: Tensor
@@ -68,7 +66,7 @@ class LaunchGroup(Generic[Options]):
     """What the current step was given."""
 
     def __init__(
-        self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+        self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import common_kernels
 
@@ -77,33 +75,27 @@ class LaunchGroup(Generic[Options]):
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
         self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
         self.device, self.common = buckets[0].metrics.device, common_kernels
-        self._read(layouts)
+        self.params = [buckets[index].params[i] for index, i in indices]
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
         self.program_to_row = self.program_table(self.chunks)
         self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
-        self.copies: list[Tensor] = []
         self.launches: dict[tuple[object, ...], tuple[Launch, int, Tables]] = {}
         self.update_gradients()
         (index, i), x = indices[0], self.params[0]
         m = buckets[index].state["exp_avg"][i]
         cut = any(shard.split - {0} for index, _ in indices for shard in buckets[index].shards)
-        g_dtype = layouts[index, i][0]
         self.constants = {
-            **self.compiled_for(x.dtype, g_dtype, m.dtype, buckets[index].options),
+            **self.compiled_for(x.dtype, dtypes[index, i], m.dtype, buckets[index].options),
             "CUT": cut,
             "_SOURCES": SOURCES,  # no kernel reads it
         }
 
-    def _read(self, layouts: GradientLayouts) -> None:
+    def refresh(self) -> None:
+        """Update the tables, after parameters have moved."""
         self.params = [self.buckets[index].params[i] for index, i in self.indices]
-        self.noncontiguous = [k for k, index in enumerate(self.indices) if not layouts[index][1]]
-
-    def refresh(self, layouts: GradientLayouts) -> None:
-        """Update the tables, after parameters have moved, or the memory order of gradients has changed."""
-        self._read(layouts)
         rows = self.rows.clone()  # launches in other streams, and graphs, may still read the old table
         addresses = self.uploads.table([x.data_ptr() for x in self.params], torch.int64)
         rows.view(len(self.params), -1)[:, self.common.PARAM.value] = addresses
@@ -147,12 +139,6 @@ class LaunchGroup(Generic[Options]):
         each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
         grads, addresses = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
         grads, addresses = (list(map(values.__getitem__, self.flat_indices)) for values in (grads, addresses))
-        self.copies = []
-        for k in self.noncontiguous:
-            if (g := grads[k]) is not None:
-                copy = in_order_of(self.params[k], g)
-                addresses[k] = copy.data_ptr()
-                self.copies.append(copy)
         self.missing = 0 in addresses and type(None) in set(map(type, grads))
         if self.missing:
             addresses = [ABSENT if g is None else address for g, address in zip(grads, addresses, strict=True)]

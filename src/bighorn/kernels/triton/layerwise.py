@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
-from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -27,13 +27,13 @@ class LayerLaunchGroup(LaunchGroup[Options]):
     """
 
     def __init__(
-        self, buckets: list[Bucket[Options]], indices: list[RowIndex], layouts: GradientLayouts, uploads: Uploads
+        self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import layer_kernels
 
         self.layer = layer_kernels
         self.sharded = any(bucket.shards for bucket in buckets)
-        super().__init__(buckets, indices, layouts, uploads)
+        super().__init__(buckets, indices, dtypes, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
         self.width, rows, chunks = layer_kernels.SUMS.value, len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)

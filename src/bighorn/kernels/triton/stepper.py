@@ -16,8 +16,8 @@ from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import guard, unsupported_reason
-from bighorn.kernels.triton.launch_group import GradientLayouts, LaunchGroup, RowIndex
-from bighorn.kernels.triton.tables import CachedTable, Uploads, in_order, keep_alive
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex
+from bighorn.kernels.triton.tables import CachedTable, Uploads, keep_alive
 
 if TYPE_CHECKING:
     from bighorn.kernels.triton.common_kernels import OptionColumns
@@ -61,34 +61,34 @@ class Stepper(Generic[Options]):
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
             (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
-        self.gradient_layouts: GradientLayouts = {}  # of all rows: later, when tables are built again, some are missing
+        self.grad_dtypes: GradDtypes = {}  # of all rows: later, when tables are built again, some are missing
         self._read_gradients()
         self.build_tables()
 
     def refresh(self) -> None:
-        """Update the tables, after parameters have moved, or gradients have become of other dtypes or strides."""
-        dtypes = {index: dtype for index, (dtype, _) in self.gradient_layouts.items()}
+        """Update the tables, after parameters have moved, or gradients have become of other dtypes."""
+        dtypes = dict(self.grad_dtypes)
         self._read_gradients()
-        if any(dtypes[index] != dtype for index, (dtype, _) in self.gradient_layouts.items()):
+        if dtypes != self.grad_dtypes:
             self.build_tables()
         else:
             self.uploads.begin_step()
             self.uploads.streams.clear()  # `prepare` records all tables anew
             with self.guard:
                 for group in self.groups:
-                    group.refresh(self.gradient_layouts)
+                    group.refresh()
 
     def _read_gradients(self) -> None:
-        self.gradient_layouts |= {
-            (index, i): (g.dtype, in_order(x, g))
+        self.grad_dtypes |= {
+            (index, i): grad.dtype
             for index, bucket in enumerate(self.buckets)
-            for i, (x, g) in enumerate(zip(bucket.params, bucket.grads, strict=True))
-            if g is not None
+            for i, grad in enumerate(bucket.grads)
+            if grad is not None
         }
 
     def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
         """Return the launch group of rows of one kind."""
-        return self.group(self.buckets, indices, self.gradient_layouts, self.uploads)
+        return self.group(self.buckets, indices, self.grad_dtypes, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
@@ -107,7 +107,7 @@ class Stepper(Generic[Options]):
                 group.step(self.options, self.one, self.true, compile_only=True)
 
     def prepare(self) -> None:
-        """Do everything that can fail: build tables, and copy gradients whose memory order is not their parameters'."""
+        """Do everything that can fail: build and upload tables."""
         self.uploads.begin_step()
         if self.layout_keys != self._layout_keys():
             self.build_tables()
@@ -175,9 +175,7 @@ class Stepper(Generic[Options]):
         return self.options, grad_scale.to(torch.float64), self.true if apply_mask is None else apply_mask
 
     def finish(self, apply_mask: Tensor) -> None:
-        """Drop copies of gradients, and count the steps that no kernel counts."""
-        for group in self.groups:
-            group.copies = []
+        """Count the steps that no kernel counts."""
         counts = self.counts_without_rows
         count_step([step for bucket, step in counts if any(step is each for each in bucket.unique_steps)], apply_mask)
 
@@ -196,7 +194,7 @@ class Stepper(Generic[Options]):
             for i, x in enumerate(bucket.params):
                 key = (
                     x.dtype,
-                    self.gradient_layouts[index, i][0],
+                    self.grad_dtypes[index, i],
                     bucket.state["exp_avg"][i].dtype,
                     self.kind(bucket, i),
                 )

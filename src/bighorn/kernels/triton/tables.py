@@ -81,13 +81,3 @@ class CachedTable:
 def keep_alive(tables: tuple[Tensor, ...]) -> None:
     """Keep tables until the process ends: a graph has their addresses, and can be replayed at any time."""
     _captured.extend(tables)
-
-
-def in_order(x: Tensor, g: Tensor) -> bool:
-    """Whether a gradient has the memory order of its parameter."""
-    return all(a == b for a, b, size in zip(g.stride(), x.stride(), x.shape, strict=True) if size > 1)
-
-
-def in_order_of(x: Tensor, g: Tensor) -> Tensor:
-    """Return a gradient in the memory order of its parameter: a copy only if its order differs."""
-    return g if in_order(x, g) else torch.empty_strided(x.shape, x.stride(), dtype=g.dtype, device=x.device).copy_(g)

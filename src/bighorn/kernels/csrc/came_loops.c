@@ -94,7 +94,6 @@ FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const Factor
         int8_t buffer[CODEC_BLOCK_ELEMS + 2];
         const int8_t *restrict codes = codes_at(form, &data, part, buffer);
         uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
             u[i] = update_of(g[i], r, c[i]);
             m[i] = averaged(f, codes[i] * unit, u[i]);

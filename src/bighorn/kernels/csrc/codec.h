@@ -92,6 +92,9 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
+/* Loops over a part have no `omp simd`: codes are vectorized by 64, and GCC 12 would compute the rest of such a loop
+ * one by one, which is all of a short row. */
+
 /* The codes and scales of CODEC_LINEAR, or of CODEC_NIBBLES, two codes to a byte. */
 typedef struct {
     int8_t *codes;
@@ -129,7 +132,6 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
         const float unit = scale_of(form, data->scales[part.scale]).unit;
         int8_t buffer[CODEC_BLOCK_ELEMS + 2];
         const int8_t *restrict codes = codes_at(form, data, part, buffer);
-#pragma omp simd
         for (int i = 0; i < part.size; i++) out[i] = codes[i] * unit;
         out += part.size;
     }
@@ -155,7 +157,6 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
             values[i] = code * unit;
         }
     } else {
-#pragma omp simd
         for (int i = 0; i < part.size; i++) {
             const float nearest = (float)values[i] * factor + ROUND_TO_INTEGER;
             codes[i] = (int8_t)to_bits(nearest);
@@ -170,7 +171,6 @@ FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *da
                                   real *restrict values, uint32_t phase) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         uint32_t largest = 0;
-#pragma omp simd reduction(max : largest)
         for (int i = 0; i < part.size; i++) {
             const uint32_t magnitude = magnitude_of((float)values[i]);
             largest = magnitude > largest ? magnitude : largest;

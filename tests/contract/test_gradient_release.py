@@ -232,7 +232,7 @@ SHARDED = """
             fully_shard(layer)
         return net
 
-    for kind, calls in ((Lamb, 1), (Came, 2)):
+    for kind, calls in ((Lamb, 1), (Came, 4)):
         nets = network(False), network(True), network(True)
         optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1) for net in nets]
         whole, released, back = zip(nets, optimizers)

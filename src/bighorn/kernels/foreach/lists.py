@@ -209,7 +209,7 @@ class Group(Generic[Options]):
 
     def _of_blocks(self, *names: str) -> dict[str, Tensor]:
         """Return a state for the codec: these moments or scales with a row for each block, others of any tensor."""
-        state = {key: tensors[0] for key, tensors in self.state.items()}
+        state = {key: each[0].flatten(0, -2) if "scale" in key else each[0] for key, each in self.state.items()}
         for key in [each for name in names for each in (name, f"{name}_scale") if each in state]:
             packed = key == "exp_avg" and state[key].dtype == torch.uint8
             width = 1 if key.endswith("_scale") else BLOCK // 2 if packed else BLOCK

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from bighorn import Lamb, kernels
 from bighorn.kernels import Bucket, LambOptions, codec, rounding
 from bighorn.kernels.cpu.tensors import ROUNDING_MODES
+from bighorn.kernels.triton import columns as of_tables
 from bighorn.kernels.triton import device, lamb, launch_group, tables, trial
 from bighorn.kernels.triton.lamb import LambLaunchGroup
 from tests.support.cases import set_gradients
@@ -253,6 +254,15 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
 
 def arrays(of: Bucket[LambOptions]) -> list[Tensor]:
     return [*of.params, *itertools.chain.from_iterable(of.state.values())]
+
+
+def test_a_row_has_a_value_for_each_column() -> None:
+    row = of_tables.RowColumns("FIRST", "SECOND", after=("ZEROTH",))
+    assert row.pack(SECOND=2, ZEROTH=0, FIRST=1) == [0, 1, 2] + [0] * (of_tables.ROW.value - 3)
+    assert row.SECOND.value == 2  # type: ignore[attr-defined]
+    for values in ({"ZEROTH": 0, "FIRST": 1}, {"ZEROTH": 0, "FIRST": 1, "SECOND": 2, "THIRD": 3}):
+        with pytest.raises(KeyError, match=r"SECOND|THIRD"):
+            row.pack(**values)
 
 
 # ---- unsupported --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
 
@@ -42,9 +43,9 @@ def came_squares(
     start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
     known, parts = row_ptr, (row_parts, col_parts)
     if KNOWN == "rows":
-        known = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+        known = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
     elif KNOWN == "columns":
-        known = tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column)
+        known = tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column)
     g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
         square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, VECTOR, WIDE, TILE_BLOCK)
@@ -110,13 +111,15 @@ def came_lines(
     total = tiling.line_totals(parts, partials_ptr)
     if RESIDUAL:
         rest, eps = tl.load(option_ptr + layout.option.BETA3_REST), tl.load(option_ptr + layout.option.EPS2)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.RES_ROW, layout.row.RES_COL), line)
     else:
         rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.option.EPS1)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.SQ_ROW, layout.row.SQ_COL), line)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
-    whole = tl.load(row_ptr + tl.where(is_row, layout.WHOLE_WIDTH, layout.WHOLE_HEIGHT))
-    kept = tl.where(tl.load(row_ptr + tl.where(is_row, layout.LEADS_ROWS, layout.LEADS_COLS)) != 0, 1 - rest, 0.0)
+    whole = tl.load(row_ptr + tl.where(is_row, layout.row.WHOLE_WIDTH, layout.row.WHOLE_HEIGHT))
+    kept = tl.where(
+        tl.load(row_ptr + tl.where(is_row, layout.row.LEADS_ROWS, layout.row.LEADS_COLS)) != 0, 1 - rest, 0.0
+    )
     new = kept * old + rest * (total / whole + eps * length / whole)  # CAME-row, CAME-col, CAME-res
     stored = new.to(tl.float32)
     if SPLIT is None:
@@ -144,15 +147,15 @@ def came_update_squares(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
-    root_here = roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix
+    root_here = roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix
     root = scaling.row_root(row_ptr, matrix, line_sums_ptr, root_here, SPLIT, WIDE)
     if (SPLIT is None) & (line == 0) & (column == 0):
         tl.store(root_here, root)
 
     g = tl.load(grads_ptr + index)
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
+        tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column), shape, WIDE
     )
     scale = common.gradient_scale(scale_ptr, option_ptr)
     if tiling.aligned(g, shape, VECTOR):
@@ -192,7 +195,7 @@ def came_totals(
     excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
     clip = 1 / tl.where(excess < 1, 1.0, excess)  # a NaN remains NaN
     tl.store(scalars + layout.CLIP, clip)
-    scale_eps, lr = tl.load(option_ptr + layout.option.SCALE_EPS), tl.load(option_ptr + common.LR)
+    scale_eps, lr = tl.load(option_ptr + layout.option.SCALE_EPS), tl.load(option_ptr + columns.LR)
     if scale_eps >= 0:
         param_size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.X_SQUARES, SPLIT))
         lr *= tl.where(param_size < scale_eps, scale_eps, param_size)
@@ -200,7 +203,7 @@ def came_totals(
     correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
     correction = tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
     tl.store(scalars + layout.RES_FACTOR, tl.sqrt(correction))
-    norms = common.at(tl.load(row_ptr + common.NORMS), 0, tl.float32)
+    norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
     tl.store(norms, size.to(tl.float32))
     tl.store(norms + 1, clip.to(tl.float32))
 
@@ -221,13 +224,13 @@ def came_average(
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
     _, _, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
 
-    g, m = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG)
-    root = tl.load(roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix) * common.number(
+    g, m = tl.load(grads_ptr + index), tl.load(row_ptr + columns.row.EXP_AVG)
+    root = tl.load(roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix) * common.number(
         scalars_ptr + index * layout.NUMBER + layout.CLIP
     )  # CAME-clip
-    row_averages = tiling.averages(row_ptr, layout.SQ_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.SQ_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column), shape, WIDE
+        tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column), shape, WIDE
     )
     factors = (
         common.gradient_scale(scale_ptr, option_ptr),
@@ -299,19 +302,19 @@ def came_apply(
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
 
-    m = tl.load(row_ptr + common.EXP_AVG)
+    m = tl.load(row_ptr + columns.row.EXP_AVG)
     root = scaling.row_root(
-        row_ptr, matrix, line_sums_ptr, roots_ptr + tl.load(row_ptr + layout.FIRST_MATRIX) + matrix, SPLIT, WIDE
+        row_ptr, matrix, line_sums_ptr, roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix, SPLIT, WIDE
     )
-    row_averages = tiling.averages(row_ptr, layout.RES_ROW, matrix * tl.load(row_ptr + layout.HEIGHT) + line)
+    row_averages = tiling.averages(row_ptr, layout.row.RES_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
     c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.RES_COL, matrix * tl.load(row_ptr + layout.WIDTH) + column),
+        tiling.averages(row_ptr, layout.row.RES_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column),
         shape,
         WIDE,
     )
     c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
-    factors = lr.to(tl.float32), (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32), root
+    factors = lr.to(tl.float32), (lr * tl.load(option_ptr + columns.DECAY)).to(tl.float32), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
     pointers = weights.weight_at(row_ptr, start, X, ROUNDING), scaling.average_at(m, start, S, M_FORM)
     scales = scaling.scales_at(row_ptr, start, shape[2])
@@ -364,10 +367,10 @@ def came_metrics(
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr = rows_ptr + index * common.ROW
+    row_ptr = rows_ptr + index * columns.ROW
     confidence = scaling.mean(row_ptr, index, whole_sums_ptr, layout.CONFIDENCES, SPLIT)
     if SPLIT is not None:  # averages that were added up over ranks are not corrected yet
         confidence *= tl.load(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
-    norms = common.at(tl.load(row_ptr + common.NORMS), 0, tl.float32)
+    norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     common.count_step(row_ptr)

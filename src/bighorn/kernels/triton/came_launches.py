@@ -26,7 +26,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     ) -> None:
         from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
 
-        self.columns, self.kernels = came_layout, came_kernels
+        self.layout, self.kernels = came_layout, came_kernels
         self.unfactored_kernels = came_unfactored_kernels
         super().__init__(buckets, indices, dtypes, uploads)
         grids, device = self.grids, self.device
@@ -81,23 +81,35 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             return self.chunks
         return [each.tiles for each in self.grids]
 
-    def own_columns(self) -> list[list[int]]:
-        """See `LaunchGroup.own_columns`; `came_layout.py` numbers the columns."""
-        columns: list[list[int]] = []
+    def own_columns(self) -> list[dict[str, int]]:
+        """See `LaunchGroup.own_columns`."""
+        columns: list[dict[str, int]] = []
         tile = piece = matrix = part = line = 0
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
-            state = self.buckets[index].state
-            addresses = [state[name][i].data_ptr() if name in state else 0 for name in self.columns.ADDRESSES]
-            parts = [part, part + each.row_parts]
-            own = [*addresses, each.height, each.width, each.count, tile, piece, matrix, *parts]
-            columns.append([*own, *self.whole_columns(index, i, each), line, tile + tiles])
+            columns.append(
+                {
+                    **self.addresses_of((index, i)),
+                    **self.whole_columns(index, i, each),
+                    "HEIGHT": each.height,
+                    "WIDTH": each.width,
+                    "MATRICES": each.count,
+                    "FIRST_TILE": tile,
+                    "STOP_TILE": tile + tiles,
+                    "FIRST_PIECE": piece,
+                    "FIRST_MATRIX": matrix,
+                    "ROW_PARTS": part,
+                    "COL_PARTS": part + each.row_parts,
+                    "FIRST_LINE": line,
+                }
+            )
             tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
-            part, line = parts[1] + each.col_parts, line + each.lines
+            part, line = part + each.row_parts + each.col_parts, line + each.lines
         return columns
 
-    def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
+    def whole_columns(self, index: int, i: int, each: TileGrid) -> dict[str, int]:
         """Return a row's columns for the whole tensor: elements, height, width, and whether to add the old averages."""
-        return [self.buckets[index].params[i].numel(), each.height, each.width, 1, 1]
+        sizes = {"NUMEL": self.buckets[index].params[i].numel(), "WHOLE_HEIGHT": each.height, "WHOLE_WIDTH": each.width}
+        return {**sizes, "LEADS_ROWS": 1, "LEADS_COLS": 1}
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""

@@ -4,36 +4,39 @@ from typing import Any
 
 import triton.language as tl
 
-from bighorn.kernels.triton import common_kernels as common
-from bighorn.kernels.triton import tiles
+from bighorn.kernels.triton import columns, tiles
 
-# Columns of the table of rows, after the common columns.
-ADDRESSES = ("exp_avg_scale", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")
-(
-    EXP_AVG_SCALE,
-    EXP_AVG_SQ,  # used if the second moment is not factored
-    SQ_ROW,
-    SQ_COL,
-    RES_ROW,
-    RES_COL,
-    HEIGHT,
-    WIDTH,
-    MATRICES,
-    FIRST_TILE,  # an unfactored tensor has chunks instead of tiles
-    FIRST_PIECE,  # pieces of rows come first, matrix by matrix
-    FIRST_MATRIX,
-    ROW_PARTS,  # the first partial sum of its rows, which have one per tile across them
-    COL_PARTS,  # the first partial sum of its columns, which have one per TALL rows
-    NUMEL,  # this and the columns below are those of a shard's whole tensor
-    WHOLE_HEIGHT,
-    WHOLE_WIDTH,
-    LEADS_ROWS,  # 1 if this rank adds the old averages of rows for all that share them
-    LEADS_COLS,
-    FIRST_LINE,  # its lines: rows, then columns, matrix by matrix
-    STOP_TILE,
-) = common.columns(21, common.OWN)
+ADDRESSES = {
+    "EXP_AVG_SCALE": "exp_avg_scale",
+    "EXP_AVG_SQ": "exp_avg_sq",  # used if the second moment is not factored
+    "SQ_ROW": "exp_avg_sq_row",
+    "SQ_COL": "exp_avg_sq_col",
+    "RES_ROW": "exp_avg_res_row",
+    "RES_COL": "exp_avg_res_col",
+}
+"""The columns of addresses of state tensors, or 0."""
 
-option: Any = common.OptionColumns(
+row: Any = columns.RowColumns(
+    *ADDRESSES,
+    "HEIGHT",
+    "WIDTH",
+    "MATRICES",
+    "FIRST_TILE",  # an unfactored tensor has chunks instead of tiles
+    "STOP_TILE",
+    "FIRST_PIECE",  # pieces of rows come first, matrix by matrix
+    "FIRST_MATRIX",
+    "ROW_PARTS",  # the first partial sum of its rows, which have one per tile across them
+    "COL_PARTS",  # the first partial sum of its columns, which have one per TALL rows
+    "FIRST_LINE",  # its lines: rows, then columns, matrix by matrix
+    "NUMEL",  # this and the columns below are those of a shard's whole tensor
+    "WHOLE_HEIGHT",
+    "WHOLE_WIDTH",
+    "LEADS_ROWS",  # 1 if this rank adds the old averages of rows for all that share them
+    "LEADS_COLS",
+    after=columns.row.names,
+)
+
+option: Any = columns.OptionColumns(
     BETA1=lambda o: o.betas[0],
     BETA1_REST=lambda o: 1 - o.betas[0],
     BETA2_REST=lambda o: 1 - o.betas[1],
@@ -48,7 +51,7 @@ option: Any = common.OptionColumns(
 )
 
 # The table of sums: float64, one row per tile; a shard's own table has one row, over all tiles of all ranks.
-U_SQUARES, X_SQUARES, CONFIDENCES, SUM = common.columns(4)
+U_SQUARES, X_SQUARES, CONFIDENCES, SUM = columns.numbered(4)
 
 # The table of numbers that each tensor has once, after its u is known: float64, one row per tensor.
 (
@@ -56,7 +59,7 @@ U_SQUARES, X_SQUARES, CONFIDENCES, SUM = common.columns(4)
     RATE,  # the learning rate, which can depend on the size of x
     RES_FACTOR,  # corrects the root of the residuals' averages, which are 0 at first
     NUMBER,
-) = common.columns(4)
+) = columns.numbered(4)
 
 # The sizes of tiles and pieces.
 FEW = tl.constexpr(1024)  # elements in registers if each is loaded by itself, with an address of its own

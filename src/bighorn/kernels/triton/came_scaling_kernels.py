@@ -26,20 +26,20 @@ def second_rest(row_ptr, option_ptr):
 def mean(row_ptr, index, sums_ptr, COLUMN: tl.constexpr, SPLIT: tl.constexpr):
     """Return the mean over all elements of a tensor, from the sums of its tiles or, for a shard, from its sum."""
     if SPLIT is None:
-        first, stop = tl.load(row_ptr + layout.FIRST_TILE), tl.load(row_ptr + layout.STOP_TILE)
+        first, stop = tl.load(row_ptr + layout.row.FIRST_TILE), tl.load(row_ptr + layout.row.STOP_TILE)
         total = common.partial_total(sums_ptr + COLUMN, first, stop, layout.SUM)
     else:
         total = tl.load(sums_ptr + index * layout.SUM + COLUMN)
-    return total / tl.maximum(tl.load(row_ptr + layout.NUMEL), 1)
+    return total / tl.maximum(tl.load(row_ptr + layout.row.NUMEL), 1)
 
 
 @triton.jit
 def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """Return the root of the mean of a matrix's row averages, in the dtype of `root`; for shards, loaded from there."""
     if SPLIT is None:
-        height = tl.load(row_ptr + layout.HEIGHT)
-        pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.WIDTH), WIDE)
-        first = tl.load(row_ptr + layout.FIRST_PIECE) + matrix * pieces
+        height = tl.load(row_ptr + layout.row.HEIGHT)
+        pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.row.WIDTH), WIDE)
+        first = tl.load(row_ptr + layout.row.FIRST_PIECE) + matrix * pieces
         mean = common.partial_total(line_sums_ptr, first, first + pieces, 1) / height
         return tl.sqrt(mean).to(root.dtype.element_ty)
     else:
@@ -120,4 +120,4 @@ def average_at(address, start, S: tl.constexpr, FORM: tl.constexpr):
 def scales_at(row_ptr, start, width):
     """Return a pointer to the scale of a tile's first row; each of its rows is within one block of codes."""
     first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
-    return common.at(tl.load(row_ptr + layout.EXP_AVG_SCALE), first, tl.float32)
+    return common.at(tl.load(row_ptr + layout.row.EXP_AVG_SCALE), first, tl.float32)

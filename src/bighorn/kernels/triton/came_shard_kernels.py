@@ -40,8 +40,8 @@ def came_settle(
     row_ptr, _ = common.entries(rows_ptr, options_ptr, index)
     is_row, line, mask, _, _ = tiling.lines_of(row_ptr, piece, TALL, WIDE)
     if RESIDUAL:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.RES_ROW, layout.RES_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.RES_ROW, layout.row.RES_COL), line)
     else:
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.SQ_ROW, layout.SQ_COL), line)
+        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.SQ_ROW, layout.row.SQ_COL), line)
     mask = mask & tiling.is_split(is_row, SPLIT)
     tl.store(average, tl.load(tiling.line_at(lines_ptr, row_ptr, is_row, line), mask=mask), mask=mask)

@@ -82,7 +82,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.split = split_of(self.shard(index, i), self.factor)
         self.constants = {**self.constants, "SPLIT": self.split}
         self.sums.zero_()
-        self.whole_sums = torch.zeros(len(indices), self.columns.SUM.value, dtype=torch.float64, device=device)
+        self.whole_sums = torch.zeros(len(indices), self.layout.SUM.value, dtype=torch.float64, device=device)
         if self.factored:
             shards = [self.shard(*index) for index in indices]
             self.lines = torch.zeros(sum(each.lines for each in self.grids), dtype=torch.float64, device=device)
@@ -112,13 +112,13 @@ class CameShardLaunchGroup(CameLaunchGroup):
         else:
             self.launch(self.unfactored_kernels.came_second_moment)
             u_sums, x_sums = yield from added_up(*self.sums_of_tiles())
-        self.whole_sums[:, self.columns.U_SQUARES.value] = u_sums
-        self.whole_sums[:, self.columns.X_SQUARES.value] = x_sums
+        self.whole_sums[:, self.layout.U_SQUARES.value] = u_sums
+        self.whole_sums[:, self.layout.X_SQUARES.value] = x_sums
         self.launch(self.kernels.came_totals)
         if self.factored:
             self.launch(self.kernels.came_average)
             self.launch(self.kernels.came_lines, RESIDUAL=True)
-            self.whole_sums[:, self.columns.CONFIDENCES.value] = yield from self.confidence_sums()
+            self.whole_sums[:, self.layout.CONFIDENCES.value] = yield from self.confidence_sums()
             self.launch(self.kernels.came_apply)
         else:
             self.launch(self.unfactored_kernels.came_move)
@@ -215,9 +215,9 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """Return the sums of u^2 and x^2 over this rank's shard of each tensor."""
-        first, stop, stride = self.columns.FIRST_TILE, self.columns.STOP_TILE, self.columns.SUM
+        first, stop, stride = self.layout.row.FIRST_TILE, self.layout.row.STOP_TILE, self.layout.SUM
         totals = self.shard_totals(first.value, stop.value, stride.value, 2)
-        return totals[self.columns.U_SQUARES.value :: 2], totals[self.columns.X_SQUARES.value :: 2]
+        return totals[self.layout.U_SQUARES.value :: 2], totals[self.layout.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 
@@ -225,13 +225,15 @@ class CameShardLaunchGroup(CameLaunchGroup):
         """Return the shard of a row."""
         return self.buckets[index].shards[i]
 
-    def whole_columns(self, index: int, i: int, each: TileGrid) -> list[int]:
+    def whole_columns(self, index: int, i: int, each: TileGrid) -> dict[str, int]:
         """See `CameLaunchGroup.whole_columns`."""
         del each
         shard, factor = self.shard(index, i), self.buckets[index].options.factor
         axis = row_axis(len(shard.shape), factor)
         _, height, width = matrix_shape(torch.Size(shard.shape), factor)
-        return [shard.numel, height, width, shard.leads(range(axis + 1, len(shard.shape))), shard.leads([axis])]
+        sizes = {"NUMEL": shard.numel, "WHOLE_HEIGHT": height, "WHOLE_WIDTH": width}
+        leads = shard.leads(range(axis + 1, len(shard.shape))), shard.leads([axis])
+        return {**sizes, "LEADS_ROWS": leads[0], "LEADS_COLS": leads[1]}
 
     def _whole(self, shard: Shard) -> tuple[int, int, int]:
         return matrix_shape(torch.Size(shard.shape), self.factor)

@@ -12,8 +12,8 @@ from bighorn.kernels.triton import common_kernels as common
 @triton.jit
 def corner(row_ptr, tile, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return a tile's first element, shape (rows, columns, matrix width), matrix, first row and first column."""
-    height, width = tl.load(row_ptr + layout.HEIGHT), tl.load(row_ptr + layout.WIDTH)
-    local = tile - tl.load(row_ptr + layout.FIRST_TILE)
+    height, width = tl.load(row_ptr + layout.row.HEIGHT), tl.load(row_ptr + layout.row.WIDTH)
+    local = tile - tl.load(row_ptr + layout.row.FIRST_TILE)
     across, down = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
     matrix = local // (across * down)
     line, column = local // across % down * TALL, local % across * WIDE
@@ -27,17 +27,17 @@ def tile_at(row_ptr, tile, partials_ptr, TALL: tl.constexpr, WIDE: tl.constexpr)
     """Return a tile's first element, its shape, and the positions of its partial sums of rows and columns."""
     start, shape, matrix, line, column = corner(row_ptr, tile, TALL, WIDE)
     height, width, matrices = (
-        tl.load(row_ptr + layout.HEIGHT),
-        tl.load(row_ptr + layout.WIDTH),
-        tl.load(row_ptr + layout.MATRICES),
+        tl.load(row_ptr + layout.row.HEIGHT),
+        tl.load(row_ptr + layout.row.WIDTH),
+        tl.load(row_ptr + layout.row.MATRICES),
     )
     row_part = (column // WIDE * matrices + matrix) * height + line
     col_part = (line // TALL * matrices + matrix) * width + column
     return (
         start,
         shape,
-        partials_ptr + tl.load(row_ptr + layout.ROW_PARTS) + row_part,
-        partials_ptr + tl.load(row_ptr + layout.COL_PARTS) + col_part,
+        partials_ptr + tl.load(row_ptr + layout.row.ROW_PARTS) + row_part,
+        partials_ptr + tl.load(row_ptr + layout.row.COL_PARTS) + col_part,
     )
 
 
@@ -61,11 +61,11 @@ def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.cons
 def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Return the lines of a piece: whether they are rows, indices, mask, length, and the positions of partial sums."""
     height, width, matrices = (
-        tl.load(row_ptr + layout.HEIGHT),
-        tl.load(row_ptr + layout.WIDTH),
-        tl.load(row_ptr + layout.MATRICES),
+        tl.load(row_ptr + layout.row.HEIGHT),
+        tl.load(row_ptr + layout.row.WIDTH),
+        tl.load(row_ptr + layout.row.MATRICES),
     )
-    local = piece - tl.load(row_ptr + layout.FIRST_PIECE)
+    local = piece - tl.load(row_ptr + layout.row.FIRST_PIECE)
     of_rows = matrices * row_pieces(height, width, WIDE)
     is_row = local < of_rows
     local = tl.where(is_row, local, local - of_rows)
@@ -83,7 +83,7 @@ def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
         mask,
         length,
         (
-            tl.load(row_ptr + tl.where(is_row, layout.ROW_PARTS, layout.COL_PARTS)),
+            tl.load(row_ptr + tl.where(is_row, layout.row.ROW_PARTS, layout.row.COL_PARTS)),
             parts,
             matrices * lines,
             line,
@@ -153,7 +153,7 @@ def is_split(is_row, SPLIT: tl.constexpr):
 @triton.jit
 def line_at(lines_ptr, row_ptr, is_row, line):
     """Return the address of lines of a tensor among all lines."""
-    first = tl.load(row_ptr + layout.FIRST_LINE) + tl.where(
-        is_row, 0, tl.load(row_ptr + layout.MATRICES) * tl.load(row_ptr + layout.HEIGHT)
+    first = tl.load(row_ptr + layout.row.FIRST_LINE) + tl.where(
+        is_row, 0, tl.load(row_ptr + layout.row.MATRICES) * tl.load(row_ptr + layout.row.HEIGHT)
     )
     return lines_ptr + first + line

@@ -8,6 +8,7 @@ import triton.language as tl
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import layer_kernels as layer
 from bighorn.kernels.triton import weight_kernels as weights
@@ -28,7 +29,7 @@ def came_second_moment(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     start, size = common.extent(row_ptr, chunk, CHUNK)
-    g, v = tl.load(grads_ptr + index), tl.load(row_ptr + layout.EXP_AVG_SQ)
+    g, v = tl.load(grads_ptr + index), tl.load(row_ptr + layout.row.EXP_AVG_SQ)
     rest = scaling.second_rest(row_ptr, option_ptr)
     numbers = (
         common.gradient_scale(scale_ptr, option_ptr),
@@ -83,7 +84,11 @@ def came_move(
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     first, start, size = layer.chunk_of(row_ptr, chunk, M_FORM, CHUNK)
-    g, m, v = tl.load(grads_ptr + index), tl.load(row_ptr + common.EXP_AVG), tl.load(row_ptr + layout.EXP_AVG_SQ)
+    g, m, v = (
+        tl.load(grads_ptr + index),
+        tl.load(row_ptr + columns.row.EXP_AVG),
+        tl.load(row_ptr + layout.row.EXP_AVG_SQ),
+    )
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = (
         common.gradient_scale(scale_ptr, option_ptr),
@@ -91,18 +96,18 @@ def came_move(
         common.number(option_ptr + layout.option.BETA1),
         common.number(option_ptr + layout.option.BETA1_REST),
         lr.to(tl.float32),
-        (lr * tl.load(option_ptr + common.DECAY)).to(tl.float32),
+        (lr * tl.load(option_ptr + columns.DECAY)).to(tl.float32),
     )
     whole = layer.aligned(weights.weight_addresses(row_ptr) | m | v, row_ptr, size, M_FORM, BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, X, ROUNDING),
         common.at(g, start, G),
-        codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + layout.EXP_AVG_SCALE, start, S, M_FORM),
+        codec.moment_at(row_ptr + columns.row.EXP_AVG, row_ptr + layout.row.EXP_AVG_SCALE, start, S, M_FORM),
         common.at(v, start, tl.float32),
     )
     RANDOM: tl.constexpr = ROUNDING == "stochastic" or M_FORM == "nibbles"
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), RANDOM, CUT)
-    positions = first, start, tl.load(row_ptr + common.INNER), rng_key
+    positions = first, start, tl.load(row_ptr + columns.row.INNER), rng_key
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else CODES
     if g % 16 == 0:
         move(pointers, positions, factors, 0, whole, VECTOR, VECTOR, M_FORM, ROUNDING, BLOCK)

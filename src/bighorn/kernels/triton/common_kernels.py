@@ -2,14 +2,12 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from bighorn.kernels import arithmetic
+from bighorn.kernels.triton import columns
 
 TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -31,51 +29,6 @@ UNMASKED = tl.constexpr(0)
 ABSENT = tl.constexpr(-1)  # the row takes no part in this step
 
 
-def columns(count: int, first: Any = 0) -> tuple[Any, ...]:
-    """Return the numbers of columns of a table, from `first` on, as constants for kernels."""
-    return tuple(tl.constexpr(first + i) for i in range(count))
-
-
-# The table of rows: int64, one row per tensor; the columns after these belong to the algorithm.
-(
-    SIZE,  # in elements
-    FIRST,  # its first chunk
-    STOP,  # the chunk after its last
-    PARAM,  # addresses
-    EXP_AVG,
-    STEP,
-    NORMS,
-    COUNTS,  # 1 if this row advances `step`, which the slices of a parameter share
-    HYPER,  # its row in the table of hyper-parameters
-    KEPT,  # the address of the aux state
-    INNER,  # elements per index of dim 0, which blocks of codes do not cross
-    KEY,  # the key of its random bits
-    POSITION,  # the position of its first element in the whole parameter
-    RUN,  # elements that are consecutive in the whole parameter, too
-    RUNS,  # the number of such runs at distances of RUN_STEP
-    RUN_STEP,
-    RUNS_STEP,  # the distance from RUNS such runs to the next
-    OWN,
-) = columns(18)
-ROW = tl.constexpr(48)
-
-# The table of hyper-parameters: float64, one row per bucket (Triton reserves the name `options`).
-LR, SIGN, DECAY, OWN_OPTION = columns(4)  # SIGN is -1 to maximize
-OPTION = tl.constexpr(16)
-
-
-class OptionColumns:
-    """An algorithm's columns in the table of hyper-parameters: their names, for kernels, and their values."""
-
-    def __init__(self, **values: Callable[[Any], float]) -> None:
-        self._values, self._rest = tuple(values.values()), [0.0] * (OPTION.value - OWN_OPTION.value - len(values))
-        self.__dict__.update(zip(values, columns(len(values), OWN_OPTION), strict=True))
-
-    def row(self, options: Any) -> list[float]:
-        """Return the values for a bucket's options, in the order of the columns, up to the end of the row."""
-        return [value(options) for value in self._values] + self._rest
-
-
 @triton.jit
 def square_sums(
     rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr,
@@ -85,7 +38,7 @@ def square_sums(
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
     address = tl.load(grads_ptr + index)
-    start, size = extent(rows_ptr + index * ROW, chunk, CHUNK)
+    start, size = extent(rows_ptr + index * columns.ROW, chunk, CHUNK)
     size = tl.where(address == ABSENT, 0, size)
     whole = vectorised(address, size, G_BLOCK)
     g = at(address, start, G)
@@ -106,7 +59,10 @@ def shard_totals(
     index = tl.program_id(0).to(tl.int64)
     if not takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    first, stop = tl.load(rows_ptr + index * ROW + FIRST_SUM), tl.load(rows_ptr + index * ROW + STOP_SUM)
+    first, stop = (
+        tl.load(rows_ptr + index * columns.ROW + FIRST_SUM),
+        tl.load(rows_ptr + index * columns.ROW + STOP_SUM),
+    )
     for column in tl.static_range(COLUMNS):
         tl.store(totals_ptr + COLUMNS * index + column, partial_total(sums_ptr + column, first, stop, STRIDE))
 
@@ -134,22 +90,22 @@ def takes_part(grads_ptr, apply_mask_ptr, index):
 @triton.jit
 def entries(rows_ptr, options_ptr, index):
     """Return a tensor's row, and its bucket's row of hyper-parameters."""
-    row_ptr = rows_ptr + index * ROW
-    return row_ptr, options_ptr + tl.load(row_ptr + HYPER) * OPTION
+    row_ptr = rows_ptr + index * columns.ROW
+    return row_ptr, options_ptr + tl.load(row_ptr + columns.row.HYPER) * columns.OPTION
 
 
 @triton.jit
 def count(row_ptr):
     """Return the number of this step, from 1, until the step is counted."""
-    return tl.load(at(tl.load(row_ptr + STEP), 0, tl.float32)).to(tl.float64) + 1
+    return tl.load(at(tl.load(row_ptr + columns.row.STEP), 0, tl.float32)).to(tl.float64) + 1
 
 
 @triton.jit
 def count_step(row_ptr):
     """Count this step, as `count_step` of `kernels/arithmetic.py`."""
-    step = at(tl.load(row_ptr + STEP), 0, tl.float32)
+    step = at(tl.load(row_ptr + columns.row.STEP), 0, tl.float32)
     taken = tl.load(step)
-    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row_ptr + COUNTS) != 0)
+    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row_ptr + columns.row.COUNTS) != 0)
 
 
 @triton.jit
@@ -166,14 +122,14 @@ def one_minus_power(base, count):
 @triton.jit
 def gradient_scale(scale_ptr, option_ptr):
     """Return the factor of gradients."""
-    return (tl.load(scale_ptr) * tl.load(option_ptr + SIGN)).to(tl.float32)
+    return (tl.load(scale_ptr) * tl.load(option_ptr + columns.SIGN)).to(tl.float32)
 
 
 @triton.jit
 def extent(row_ptr, chunk, CHUNK: tl.constexpr):
     """Return a chunk's first element in its tensor, and its number of elements: negative beyond the tensor's end."""
-    start = (chunk - tl.load(row_ptr + FIRST)) * CHUNK
-    return start, tl.minimum(tl.load(row_ptr + SIZE) - start, CHUNK).to(tl.int32)
+    start = (chunk - tl.load(row_ptr + columns.row.FIRST)) * CHUNK
+    return start, tl.minimum(tl.load(row_ptr + columns.row.SIZE) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit

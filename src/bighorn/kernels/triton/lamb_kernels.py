@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns, layer_layout
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lamb_layout as layout
 from bighorn.kernels.triton import layer_kernels as layer
@@ -32,11 +33,11 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, 
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor_ptr, t = factors_ptr + index * layer.FACTOR, common.count(row_ptr)
+    factor_ptr, t = factors_ptr + index * layer_layout.FACTOR, common.count(row_ptr)
     correction1 = common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED1), t)
     root2 = tl.sqrt(common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED2), t))
     corrects_lr = tl.load(option_ptr + layout.option.CORRECTS_LR) != 0
-    both, lr, eps = root2 / correction1, tl.load(option_ptr + common.LR), tl.load(option_ptr + layout.option.EPS)
+    both, lr, eps = root2 / correction1, tl.load(option_ptr + columns.LR), tl.load(option_ptr + layout.option.EPS)
     tl.store(factor_ptr + layout.M_FACTOR, tl.where(corrects_lr, 1.0, both))
     tl.store(factor_ptr + layout.ROOT_EPS, tl.where(corrects_lr, eps, eps * root2))
     tl.store(factor_ptr + layout.STRIDE, tl.where(corrects_lr, lr * both, lr))
@@ -52,7 +53,7 @@ def lamb_moments(
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG, layer.EXP_AVG_SQ), moments, moment_numbers, True,
+        (columns.row.EXP_AVG, layer_layout.row.EXP_AVG_SQ), moments, moment_numbers, True,
         layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
     )  # fmt: skip
 
@@ -137,7 +138,7 @@ def lamb_apply(
     CODES: tl.constexpr = 0 if M_FORM == "" else 4 if tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG, layer.EXP_AVG_SQ), step, update_numbers, False,
+        (columns.row.EXP_AVG, layer_layout.row.EXP_AVG_SQ), step, update_numbers, False,
         layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
         READS_G=False, CODES=CODES,
     )  # fmt: skip
@@ -166,8 +167,8 @@ def update_numbers(option_ptr, factor_ptr):
         common.number(factor_ptr + layout.M_FACTOR),
         common.number(factor_ptr + layout.ROOT_EPS),
         common.number(factor_ptr + layout.STRIDE),
-        common.number(option_ptr + common.DECAY),
-        (1 - tl.load(option_ptr + common.LR) * tl.load(option_ptr + common.DECAY)).to(tl.float32),
+        common.number(option_ptr + columns.DECAY),
+        (1 - tl.load(option_ptr + columns.LR) * tl.load(option_ptr + columns.DECAY)).to(tl.float32),
     )
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from bighorn.kernels.options import c_bounds
-from bighorn.kernels.triton import common_kernels as common
-from bighorn.kernels.triton import layer_kernels as layer
+from bighorn.kernels.triton import columns
+from bighorn.kernels.triton import layer_layout as layer
 
-option: Any = common.OptionColumns(
+option: Any = columns.OptionColumns(
     BETA1=lambda o: o.betas[0],
     BETA2=lambda o: 1.0 if o.second_moment == "adagrad" else o.betas[1],
     BETA3=lambda o: 1 - o.betas[0] if o.grad_averaging else 1.0,  # the factor of g in m
@@ -23,4 +23,4 @@ option: Any = common.OptionColumns(
 )
 
 # Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE is that of u: lr, its correction, then the trust ratio.
-M_FACTOR, ROOT_EPS, STRIDE = common.columns(3, layer.STEP_NUMBER + 1)
+M_FACTOR, ROOT_EPS, STRIDE = columns.numbered(3, layer.STEP_NUMBER + 1)

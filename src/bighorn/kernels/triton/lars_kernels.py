@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import lars_layout as layout
 from bighorn.kernels.triton import layer_kernels as layer
@@ -48,7 +49,7 @@ def lars_ratio(
 @triton.jit
 def ratio(weight_norm, norm, option_ptr, factor_ptr):
     """Return the norm of u, with its decay, and the trust ratio."""
-    lr, decay = tl.load(option_ptr + common.LR), tl.load(option_ptr + common.DECAY)
+    lr, decay = tl.load(option_ptr + columns.LR), tl.load(option_ptr + columns.DECAY)
     # With decay in the gradient whose norm is taken, that norm is the denominator; without decay, too.
     update_norm = tl.where(tl.load(option_ptr + layout.option.NORM_DECAY) == decay, norm, norm + decay * weight_norm)
     share = tl.load(option_ptr + layout.option.TRUST_COEFFICIENT)
@@ -78,7 +79,7 @@ def lars_apply(
     CODES: tl.constexpr = 4 if M_FORM == "nibbles" and tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (common.EXP_AVG,), step, numbers, False,
+        (columns.row.EXP_AVG,), step, numbers, False,
         layer.Mode(X, G, S, S, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK), CODES=CODES,
     )  # fmt: skip
 
@@ -88,7 +89,7 @@ def numbers(option_ptr, factor_ptr):
     """Return the numbers that the rules take: those of a tensor are stored before the second pass."""
     return (
         common.number(option_ptr + layout.option.NORM_DECAY),
-        common.number(option_ptr + common.DECAY),
+        common.number(option_ptr + columns.DECAY),
         common.number(option_ptr + layout.option.MOMENTUM),
         common.number(factor_ptr + layout.BEFORE),
         common.number(factor_ptr + layout.AFTER_U),

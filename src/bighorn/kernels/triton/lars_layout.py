@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from bighorn.kernels.triton import common_kernels as common
-from bighorn.kernels.triton import layer_kernels as layer
+from bighorn.kernels.triton import columns
+from bighorn.kernels.triton import layer_layout as layer
 
-option: Any = common.OptionColumns(
+option: Any = columns.OptionColumns(
     MOMENTUM=lambda o: o.momentum,
     TRUST_COEFFICIENT=lambda o: o.trust_coefficient,
     EPS=lambda o: o.eps,
@@ -17,4 +17,4 @@ option: Any = common.OptionColumns(
 )
 
 # Factors: u = BEFORE * (g + decay * x), and x moves by AFTER_U * u + AFTER_M * m.
-BEFORE, AFTER_U, AFTER_M = common.columns(3, layer.STEP_NUMBER + 1)
+BEFORE, AFTER_U, AFTER_M = columns.numbered(3, layer.STEP_NUMBER + 1)

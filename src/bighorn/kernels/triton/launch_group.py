@@ -57,6 +57,8 @@ class LaunchGroup(Generic[Options]):
     """Rows that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
 
     params: list[Tensor]
+    layout: Any
+    """The module with the columns of the algorithm in the table of rows, and of state tensors' addresses among them."""
     sums: Tensor
     """The sums of a pass for the next one: rows of float64, one per program."""
     options: Tensor
@@ -68,13 +70,14 @@ class LaunchGroup(Generic[Options]):
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import common_kernels
+        from bighorn.kernels.triton import columns, common_kernels
 
         self.buckets: list[Bucket[Options]] = buckets
         self.indices, self.uploads = indices, uploads
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
         self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
-        self.device, self.common = buckets[0].metrics.device, common_kernels
+        self.device = buckets[0].metrics.device
+        self.common, self.columns = common_kernels, columns
         self.params = [buckets[index].params[i] for index, i in indices]
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
@@ -98,7 +101,7 @@ class LaunchGroup(Generic[Options]):
         self.params = [self.buckets[index].params[i] for index, i in self.indices]
         rows = self.rows.clone()  # launches in other streams, and graphs, may still read the old table
         addresses = self.uploads.table([x.data_ptr() for x in self.params], torch.int64)
-        rows.view(len(self.params), -1)[:, self.common.PARAM.value] = addresses
+        rows.view(len(self.params), -1)[:, self.columns.row.PARAM.value] = addresses
         self.rows = rows
 
     @staticmethod
@@ -115,9 +118,17 @@ class LaunchGroup(Generic[Options]):
         size = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK if options.blocks else x.numel()
         return max(1, -(-size // CHUNK))
 
-    def own_columns(self) -> list[list[int]]:
-        """Return the algorithm's columns in the table of rows."""
+    def own_columns(self) -> list[dict[str, int]]:
+        """Return the values of the algorithm's columns in the table of rows, by their names."""
         raise NotImplementedError
+
+    def addresses_of(self, row: RowIndex) -> dict[str, int]:
+        """Return the addresses of a row's state tensors by the columns that the layout has for them, or 0."""
+        state = self.buckets[row[0]].state
+        return {
+            column: state[name][row[1]].data_ptr() if name in state else 0
+            for column, name in self.layout.ADDRESSES.items()
+        }
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one step, or compile the kernels only; without other ranks, all sums are complete."""
@@ -189,23 +200,32 @@ class LaunchGroup(Generic[Options]):
         return self.uploads.table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32)
 
     def _rows(self) -> list[list[int]]:
-        """Return the table of rows; `common_kernels.py` numbers the columns."""
+        """Return the table of rows."""
         rows: list[list[int]] = []
         unique_steps: set[int] = set()
-        first, width = 0, self.common.ROW.value
+        first = 0
         for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
-            stop = first + programs
-            row = [x.numel(), first, stop, x.data_ptr(), m.data_ptr(), step, bucket.metrics_address(i)]
-            row += step not in unique_steps, index
-            row.append(sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]))
-            row.append(max(1, math.prod(x.shape[1:])))
-            row += random_columns(bucket, i) if needs_rng_key(bucket) else [0] * 6
-            row += own
-            rows.append(row + [0] * (width - len(row)))
+            rows.append(
+                self.layout.row.pack(
+                    SIZE=x.numel(),
+                    FIRST=first,
+                    STOP=first + programs,
+                    PARAM=x.data_ptr(),
+                    EXP_AVG=m.data_ptr(),
+                    STEP=step,
+                    NORMS=bucket.metrics_address(i),
+                    COUNTS=step not in unique_steps,
+                    HYPER=index,
+                    KEPT=sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]),
+                    INNER=max(1, math.prod(x.shape[1:])),
+                    **random_columns(bucket, i),
+                    **own,
+                )
+            )
             unique_steps.add(step)
-            first = stop
+            first += programs
         return rows
 
 
@@ -214,8 +234,10 @@ def shard_of(bucket: Bucket[Any], i: int) -> Shard:
     return bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
 
 
-def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
-    """Return the key of a row's random bits, and the positions of its elements in the whole parameter."""
+def random_columns(bucket: Bucket[Any], i: int) -> dict[str, int]:
+    """Return the key of a row's random bits, and the positions of its elements in the whole parameter; 0 without."""
+    if not needs_rng_key(bucket):
+        return dict.fromkeys(("KEY", "POSITION", "RUN", "RUNS", "RUN_STEP", "RUNS_STEP"), 0)
     shard = shard_of(bucket, i)
     strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     first = bucket.row_offsets[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
@@ -228,4 +250,5 @@ def random_columns(bucket: Bucket[Any], i: int) -> list[int]:
         elif size != 1:
             runs.append((size, stride))
     (run, _), (count, step), (_, far) = (*runs, (1, 0), (1, 0))[:3]
-    return [key, first, max(1, run), max(1, count), step, far]
+    sizes = {"RUN": max(1, run), "RUNS": max(1, count), "RUN_STEP": step, "RUNS_STEP": far}
+    return {"KEY": key, "POSITION": first, **sizes}

@@ -13,21 +13,13 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
+from bighorn.kernels.triton import layer_layout as layout
 from bighorn.kernels.triton import weight_kernels as weights
 
 # An element that is loaded by itself takes an address of its own, so that fewer of them fit into registers.
 FEWER = tl.constexpr(4)
-
-# Columns of the table of rows, after the common columns: addresses, or 0.
-ADDRESSES = ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-EXP_AVG_SQ, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = common.columns(3, common.OWN)  # the scales if moments are in blocks
-
-SUMS = tl.constexpr(2)  # of each chunk: of the squares of x and u
-
-# The table of factors: float64, one row per tensor; the columns after this belong to the algorithm.
-STEP_NUMBER = tl.constexpr(0)  # from 1, for the second pass
-FACTOR = tl.constexpr(4)
 
 
 class Mode(NamedTuple):
@@ -60,14 +52,14 @@ class Place(NamedTuple):
 
 @triton.jit
 def run_chunk(
-    tables, columns, RULE: tl.constexpr, NUMBERS: tl.constexpr, FIRST_PASS: tl.constexpr, mode,
+    tables, moments, RULE: tl.constexpr, NUMBERS: tl.constexpr, FIRST_PASS: tl.constexpr, mode,
     READS_G: tl.constexpr = True, CODES: tl.constexpr = 8,
 ):  # fmt: skip
     """Apply a rule to a program's chunk; the first pass stores its sums.
 
-    `columns` of the table of rows have the addresses of the moments that the rule takes. The second pass is in reverse
-    order, since the last chunks of the first one may still be in cache. A thread has CODES elements of a block of
-    codes: with 8, the block is in one warp, whose threads find its scale without a barrier.
+    `moments` are the columns of the addresses of those that the rule takes. The second pass is in reverse order, since
+    the last chunks of the first one may still be in cache. A thread has CODES elements of a block of codes: with 8, the
+    block is in one warp, whose threads find its scale without a barrier.
     """
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
     chunk = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)
@@ -75,16 +67,16 @@ def run_chunk(
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor_ptr = factors_ptr + index * FACTOR
+    factor_ptr = factors_ptr + index * layout.FACTOR
     first, start, size = chunk_of(row_ptr, chunk, mode.M_FORM, mode.CHUNK)
     g, addresses = tl.load(grads_ptr + index), weights.weight_addresses(row_ptr)
-    for i in tl.static_range(len(columns)):
-        addresses |= tl.load(row_ptr + columns[i])
+    for i in tl.static_range(len(moments)):
+        addresses |= tl.load(row_ptr + moments[i])
     whole = aligned(addresses, row_ptr, size, mode.M_FORM, mode.BLOCK)
     pointers = (
         weights.weight_at(row_ptr, start, mode.X, mode.ROUNDING),
         common.at(g, start, mode.G),
-        moments_at(row_ptr, columns, start, mode),
+        moments_at(row_ptr, moments, start, mode),
     )
     numbers = (
         common.gradient_scale(scale_ptr, option_ptr),
@@ -93,12 +85,12 @@ def run_chunk(
     if FIRST_PASS:
         t = common.count(row_ptr)
         # Not in `run_tensor`, where another slice of a stacked parameter may have counted the step.
-        tl.store(factor_ptr + STEP_NUMBER, t)
+        tl.store(factor_ptr + layout.STEP_NUMBER, t)
     else:
-        t = tl.load(factor_ptr + STEP_NUMBER)
+        t = tl.load(factor_ptr + layout.STEP_NUMBER)
     DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "nibbles"
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
-    positions = first, start, tl.load(row_ptr + common.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
+    positions = first, start, tl.load(row_ptr + columns.row.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
     if not READS_G:
         near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
@@ -107,8 +99,8 @@ def run_chunk(
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
         near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
     far = run_blocks(pointers, numbers, positions, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
-    for column in tl.static_range(SUMS if FIRST_PASS else 0):
-        tl.store(sums_ptr + chunk * SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
+    for column in tl.static_range(layout.SUMS if FIRST_PASS else 0):
+        tl.store(sums_ptr + chunk * layout.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
 
 
 @triton.jit
@@ -133,12 +125,16 @@ def run_blocks(
 
 
 @triton.jit
-def moments_at(row_ptr, columns, start, mode):
+def moments_at(row_ptr, moments, start, mode):
     """Return pointers to the moments and to the scales of their blocks."""
-    moments = (codec.moment_at(row_ptr + common.EXP_AVG, row_ptr + EXP_AVG_SCALE, start, mode.S, mode.M_FORM),)
-    for i in tl.static_range(1, len(columns)):
-        moments += (codec.moment_at(row_ptr + columns[i], row_ptr + EXP_AVG_SQ_SCALE, start, mode.V, mode.V_FORM),)
-    return moments
+    found = (
+        codec.moment_at(row_ptr + columns.row.EXP_AVG, row_ptr + layout.row.EXP_AVG_SCALE, start, mode.S, mode.M_FORM),
+    )
+    for i in tl.static_range(1, len(moments)):
+        found += (
+            codec.moment_at(row_ptr + moments[i], row_ptr + layout.row.EXP_AVG_SQ_SCALE, start, mode.V, mode.V_FORM),
+        )
+    return found
 
 
 @triton.jit
@@ -164,9 +160,9 @@ def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
         start, size = common.extent(row_ptr, chunk, CHUNK)
         return start, start, size
     else:
-        inner = tl.load(row_ptr + common.INNER)
-        full = tl.load(row_ptr + common.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
-        first = (chunk - tl.load(row_ptr + common.FIRST)) * CHUNK
+        inner = tl.load(row_ptr + columns.row.INNER)
+        full = tl.load(row_ptr + columns.row.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
+        first = (chunk - tl.load(row_ptr + columns.row.FIRST)) * CHUNK
         return first, 0, tl.minimum(full - first, CHUNK).to(tl.int32)
 
 
@@ -176,7 +172,7 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
     if FORM == "":
         return common.vectorised(addresses, size, BLOCK)
     else:
-        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + common.INNER) % 8 == 0), size, 0)
+        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + columns.row.INNER) % 8 == 0), size, 0)
 
 
 # ---- between the passes ----------------------------------------------------------------------------------------------
@@ -190,11 +186,11 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor_ptr = factors_ptr + index * FACTOR
+    factor_ptr = factors_ptr + index * layout.FACTOR
     weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK))
     update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK))
     update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
-    metrics = tl.load(row_ptr + common.NORMS).to(tl.pointer_type(tl.float32))
+    metrics = tl.load(row_ptr + columns.row.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(metrics, weight_norm.to(tl.float32))
     tl.store(metrics + 1, update_norm.to(tl.float32))
     tl.store(metrics + 2, q.to(tl.float32))
@@ -205,6 +201,8 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
 def tensor_total(sums_ptr, row_ptr, index, PER_CHUNK: tl.constexpr):
     """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
     if PER_CHUNK:
-        return common.partial_total(sums_ptr, tl.load(row_ptr + common.FIRST), tl.load(row_ptr + common.STOP), SUMS)
+        return common.partial_total(
+            sums_ptr, tl.load(row_ptr + columns.row.FIRST), tl.load(row_ptr + columns.row.STOP), layout.SUMS
+        )
     else:
-        return tl.load(sums_ptr + SUMS * index)
+        return tl.load(sums_ptr + layout.SUMS * index)

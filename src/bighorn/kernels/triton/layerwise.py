@@ -29,15 +29,15 @@ class LayerLaunchGroup(LaunchGroup[Options]):
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import layer_kernels
+        from bighorn.kernels.triton import layer_layout
 
-        self.layer = layer_kernels
+        self.layout = layer_layout
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, dtypes, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
-        self.width, rows, chunks = layer_kernels.SUMS.value, len(self.indices), self.program_to_row.numel()
+        self.width, rows, chunks = layer_layout.SUMS.value, len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
-        self.factors = torch.empty(layer_kernels.FACTOR.value * rows, dtype=torch.float64, device=self.device)
+        self.factors = torch.empty(layer_layout.FACTOR.value * rows, dtype=torch.float64, device=self.device)
         self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES
 
     @staticmethod
@@ -55,13 +55,9 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             "BLOCK": LANES.value * (8 if narrow or m_form else 4),
         }
 
-    def own_columns(self) -> list[list[int]]:
-        """See `LaunchGroup.own_columns`; `layer_kernels.py` numbers the columns."""
-        rows: list[list[int]] = []
-        for index, i in self.indices:
-            state, names = self.buckets[index].state, self.layer.ADDRESSES
-            rows.append([state[name][i].data_ptr() if name in state else 0 for name in names])
-        return rows
+    def own_columns(self) -> list[dict[str, int]]:
+        """See `LaunchGroup.own_columns`."""
+        return list(map(self.addresses_of, self.indices))
 
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
@@ -71,7 +67,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         for kernel in self.passes[0]:
             self.launch(kernel)
         if self.sharded:
-            yield self.shard_totals(self.common.FIRST.value, self.common.STOP.value, self.width, self.width)
+            yield self.shard_totals(self.columns.row.FIRST.value, self.columns.row.STOP.value, self.width, self.width)
         for kernel in self.passes[1]:
             self.launch(kernel)
 

@@ -20,7 +20,7 @@ from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowInde
 from bighorn.kernels.triton.tables import CachedTable, Uploads, keep_alive
 
 if TYPE_CHECKING:
-    from bighorn.kernels.triton.common_kernels import OptionColumns
+    from bighorn.kernels.triton.columns import OptionColumns
 
 
 class Stepper(Generic[Options]):

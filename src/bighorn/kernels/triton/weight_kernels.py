@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from bighorn.kernels import rounding
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
 
 SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
@@ -15,13 +16,15 @@ SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
 def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
     """Return pointers to a parameter and to its aux state, from an element on."""
     KEPT: tl.constexpr = tl.int16 if ROUNDING == "kahan" else tl.int8 if ROUNDING == "kahan8" else tl.float32
-    return common.at(tl.load(row_ptr + common.PARAM), start, X), common.at(tl.load(row_ptr + common.KEPT), start, KEPT)
+    return common.at(tl.load(row_ptr + columns.row.PARAM), start, X), common.at(
+        tl.load(row_ptr + columns.row.KEPT), start, KEPT
+    )
 
 
 @triton.jit
 def weight_addresses(row_ptr):
     """Return the bitwise or of the addresses of a parameter and of its aux state."""
-    return tl.load(row_ptr + common.PARAM) | tl.load(row_ptr + common.KEPT)
+    return tl.load(row_ptr + columns.row.PARAM) | tl.load(row_ptr + columns.row.KEPT)
 
 
 @triton.jit
@@ -113,17 +116,17 @@ def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
     CUT: the row may be a shard whose elements are not consecutive in the whole parameter.
     """
     if RANDOM:
-        key = tl.load(row_ptr + common.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
+        key = tl.load(row_ptr + columns.row.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
         if CUT:
             runs = (
-                tl.load(row_ptr + common.RUN),
-                tl.load(row_ptr + common.RUNS),
-                tl.load(row_ptr + common.RUN_STEP),
-                tl.load(row_ptr + common.RUNS_STEP),
+                tl.load(row_ptr + columns.row.RUN),
+                tl.load(row_ptr + columns.row.RUNS),
+                tl.load(row_ptr + columns.row.RUN_STEP),
+                tl.load(row_ptr + columns.row.RUNS_STEP),
             )
-            return key, tl.load(row_ptr + common.POSITION), runs
+            return key, tl.load(row_ptr + columns.row.POSITION), runs
         else:
-            return key, tl.load(row_ptr + common.POSITION)
+            return key, tl.load(row_ptr + columns.row.POSITION)
     else:
         return row_ptr
 

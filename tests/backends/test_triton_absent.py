@@ -43,16 +43,6 @@ def stacked(make: Make) -> Make:
     return made
 
 
-def transposed(make: Make) -> Make:
-    """Return a `Make` with gradients in another order of memory than their parameters."""
-
-    def made() -> Bucket[Any]:
-        of = make()
-        return replace(of, grads=[g.T.contiguous().T if g.dim() == 2 else g for g in gradients(of)])
-
-    return made
-
-
 def misaligned(make: Make) -> Make:
     """Return a `Make` with gradients whose addresses are not multiples of 16 bytes."""
 
@@ -74,7 +64,6 @@ KINDS: dict[str, tuple[str, Make]] = {
         lamb((3, 512), (5, 260), (6, 20), dtype=F16, state_dtype=F16, weight_rounding="stochastic"),
     ),
     "lamb-stacked": ("lamb", stacked(lamb())),
-    "lamb-transposed": ("lamb", transposed(lamb((20, 30), (70, 300), 40))),
     "lamb-misaligned": ("lamb", misaligned(lamb())),
     "came": ("came", came()),
     "came-last-two": ("came", came((2, 17, 300), (3, 2, 4, 5), (4, 5), factor="last_two")),
@@ -85,7 +74,6 @@ KINDS: dict[str, tuple[str, Make]] = {
     "came-kahan": ("came", came(dtype=BF16, average=BF16, weight_rounding="kahan")),
     "came-stochastic": ("came", came(dtype=BF16, weight_rounding="stochastic")),
     "came-stacked": ("came", stacked(came())),
-    "came-transposed": ("came", transposed(came())),
     "came-misaligned": ("came", misaligned(came((64, 512), (8, 256), (3, 4)))),
 }
 
@@ -149,7 +137,7 @@ def missing_sets(of: Bucket[Any]) -> Iterator[set[int]]:
     mostly_slow(
         KINDS,
         *("lamb", "lamb-l2", "lamb-kahan", "lamb-int8", "lamb-stacked", "lamb-misaligned"),
-        *("came", "came-unfactored", "came-int8-last-two", "came-stochastic", "came-transposed"),
+        *("came", "came-unfactored", "came-int8-last-two", "came-stochastic"),
     ),
 )
 def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:

@@ -239,7 +239,7 @@ def test_other_rows_without_a_gradient_take_no_table_but_that_of_addresses(
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> None:
     """A new seed of random bits rebuilds the tables; a missing gradient keeps the dtype of the previous one."""
-    make = transposed(KINDS[f"{algorithm}-stochastic"][1])
+    make = KINDS[f"{algorithm}-stochastic"][1]
     ours, alone = make(), make()
     kernel = kernels.kernel("triton", algorithm)([ours])
     for each in (ours, alone):

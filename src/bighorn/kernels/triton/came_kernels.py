@@ -238,49 +238,40 @@ def came_average(
         common.number(option_ptr + layout.option.BETA1_REST),
         root,
     )
-    pointers = common.at(g, start, G), scaling.average_at(m, start, S, M_FORM)
-    scales, parts = scaling.scales_at(row_ptr, start, shape[2]), (row_parts, col_parts)
+    pointers = common.at(g, start, G), scaling.average_at(row_ptr, m, start, shape[2], S, M_FORM)
+    parts = row_parts, col_parts
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
             average(
-                pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+                pointers, start, shape, factors, row_averages, c, parts, rng_key,
                 M_FORM, VECTOR, VECTOR, WIDE, TILE_BLOCK,
             )  # fmt: skip
         else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
             average(
-                pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+                pointers, start, shape, factors, row_averages, c, parts, rng_key,
                 M_FORM, VECTOR, 1, WIDE, 2 * layout.FEW,
             )  # fmt: skip
     else:
-        average(
-            pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
-            M_FORM, 1, 1, WIDE, layout.FEW,
-        )  # fmt: skip
+        average(pointers, start, shape, factors, row_averages, c, parts, rng_key, M_FORM, 1, 1, WIDE, layout.FEW)
 
 
 @triton.jit
 def average(
-    pointers, scales, start, shape, factors, row_averages, c, parts, rng_key,
+    pointers, start, shape, factors, row_averages, c, parts, rng_key,
     FORM: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the average of a tile, and the sums of (u - m)^2 over its rows and columns."""
+    """Update exp_avg for a tile; store the partial sums of (u - m)^2 over its rows and columns."""
     ROWS: tl.constexpr = TILE_BLOCK // WIDE
     scale, beta1, beta1_rest, root = factors
     total = tl.zeros((ROWS, WIDE), root.dtype)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, VECTOR, WIDE, ROWS)
-        g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
+        where = scaling.rows_at(i, shape, FORM, VECTOR, WIDE, ROWS)
+        m = codec.read_moment(pointers[1], where, FORM, VECTOR)
+        g = common.gradient(pointers[0], where[0], where[1], scale, G_VECTOR)
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
-        if FORM == "":
-            m = common.write(pointers[1], offsets, mask, beta1 * m + beta1_rest * u, VECTOR)  # CAME-m
-        else:
-            m = beta1 * m + beta1_rest * u  # CAME-m
-            codes, row_scales = codec.encoded(m, mask, (rng_key, start, offsets), FORM)
-            tiling.store_lines(scales, i, shape[0], row_scales, ROWS, tl.cdiv(shape[2], codec.CODES))
-            at = scaling.stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS)
-            m = codec.decoded(codec.write_codes(pointers[1], at, codes, FORM, VECTOR), row_scales[:, None], FORM)
+        m = beta1 * m + beta1_rest * u  # CAME-m
+        m = codec.write_moment(pointers[1], where, m, (rng_key, start, where[0]), FORM, VECTOR)
         residual = (u - m) * (u - m)
         tiling.store_lines(parts[0], i, shape[0], tl.sum(residual, 1), ROWS)
         total += residual
@@ -316,18 +307,12 @@ def came_apply(
     lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
     factors = lr.to(tl.float32), (lr * tl.load(option_ptr + columns.DECAY)).to(tl.float32), root
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
-    pointers = weights.weight_at(row_ptr, start, X, ROUNDING), scaling.average_at(m, start, S, M_FORM)
-    scales = scaling.scales_at(row_ptr, start, shape[2])
+    average_at = scaling.average_at(row_ptr, m, start, shape[2], S, M_FORM)
+    pointers = weights.weight_at(row_ptr, start, X, ROUNDING), average_at
     if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
-        r = apply(
-            pointers, scales, start, shape, factors, row_averages, c, rng_key,
-            M_FORM, ROUNDING, VECTOR, WIDE, TILE_BLOCK,
-        )  # fmt: skip
+        r = apply(pointers, start, shape, factors, row_averages, c, rng_key, M_FORM, ROUNDING, VECTOR, WIDE, TILE_BLOCK)
     else:
-        r = apply(
-            pointers, scales, start, shape, factors, row_averages, c, rng_key,
-            M_FORM, ROUNDING, 1, WIDE, layout.FEW,
-        )  # fmt: skip
+        r = apply(pointers, start, shape, factors, row_averages, c, rng_key, M_FORM, ROUNDING, 1, WIDE, layout.FEW)
     if SPLIT is None:
         there = tl.arange(0, WIDE) < shape[1]
         confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
@@ -336,7 +321,7 @@ def came_apply(
 
 @triton.jit
 def apply(
-    pointers, scales, start, shape, factors, row_averages, c, rng_key,
+    pointers, start, shape, factors, row_averages, c, rng_key,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step a tile of the parameter; return the sum of the rows' factors."""
@@ -344,16 +329,15 @@ def apply(
     lr, decay, root = factors
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        m = scaling.momentum(pointers[1], offsets, mask, scales, i, shape, FORM, VECTOR, WIDE, ROWS)
+        where = scaling.rows_at(i, shape, FORM, VECTOR, WIDE, ROWS)
+        m = codec.read_moment(pointers[1], where, FORM, VECTOR)
         r = scaling.row_factors(row_averages, i, shape, root, ROWS)
-        x = weights.read_weight(pointers[0], offsets, mask, ROUNDING, VECTOR)
+        x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         starts = start + (i + tl.arange(0, ROWS)) * shape[2]
         rng = rng_key, starts[:, None], tl.arange(0, WIDE)[None, :]
         x -= decay * x
-        weights.write_weight(
-            pointers[0], offsets, mask, x - lr * scaling.update(m, r, c), rng, ROUNDING, VECTOR
-        )  # CAME-x
+        x -= lr * scaling.update(m, r, c)  # CAME-x
+        weights.write_weight(pointers[0], where[0], where[1], x, rng, ROUNDING, VECTOR)
         total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 

@@ -83,41 +83,27 @@ def unfactored(g, v):
 
 
 @triton.jit
-def momentum(
-    pointer, offsets, mask, scales, i, shape,
-    FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the stored average of the rows from the tile's `i`-th on."""
+def average_at(row_ptr, address, start, width, S: tl.constexpr, FORM: tl.constexpr):
+    """Return pointers to the stored average of a tile, in 4 bits to its first byte, and to the scale of its first row.
+
+    Each row of a tile is within one block of codes.
+    """
+    first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
+    scales = common.at(tl.load(row_ptr + layout.row.EXP_AVG_SCALE), first, tl.float32)
+    return common.at(address, start // 2 if FORM == "nibbles" else start, S), scales
+
+
+@triton.jit
+def rows_at(i, shape, FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return offsets and mask of a tile's rows from the `i`-th on, and with codes, the others of `codec.blocks_at`."""
+    offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
     if FORM == "":
-        return common.read(pointer, offsets, mask, VECTOR).to(tl.float32)
+        return offsets, mask
     else:
         lines = i + tl.arange(0, ROWS)
-        scale = tl.load(scales + lines * tl.cdiv(shape[2], codec.CODES), mask=lines < shape[0], other=0.0)
-        codes = codec.read_codes(pointer, stored(offsets, mask, i, shape, FORM, VECTOR, WIDE, ROWS), FORM, VECTOR)
-        return codec.decoded(codes, scale[:, None], FORM)
-
-
-@triton.jit
-def stored(
-    offsets, mask, i, shape,
-    FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return offsets and mask of a tile's codes as they are stored, from its `i`-th row on."""
-    if FORM == "nibbles":
-        halves = shape[0], shape[1] // 2, shape[2] // 2
-        return tiling.tile_block(i, halves, (VECTOR + 1) // 2, WIDE // 2, ROWS)
-    else:
-        return offsets, mask
-
-
-@triton.jit
-def average_at(address, start, S: tl.constexpr, FORM: tl.constexpr):
-    """Return a pointer to the stored average from an element on: in 4 bits, to the byte that has it."""
-    return common.at(address, start // 2 if FORM == "nibbles" else start, S)
-
-
-@triton.jit
-def scales_at(row_ptr, start, width):
-    """Return a pointer to the scale of a tile's first row; each of its rows is within one block of codes."""
-    first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
-    return common.at(tl.load(row_ptr + layout.row.EXP_AVG_SCALE), first, tl.float32)
+        blocks, exist = lines * tl.cdiv(shape[2], codec.CODES), lines < shape[0]
+        if FORM == "nibbles":
+            halves = shape[0], shape[1] // 2, shape[2] // 2
+            return offsets, mask, blocks, exist, tiling.tile_block(i, halves, (VECTOR + 1) // 2, WIDE // 2, ROWS)
+        else:
+            return offsets, mask, blocks, exist

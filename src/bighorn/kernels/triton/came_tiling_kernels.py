@@ -131,10 +131,10 @@ def averages(row_ptr, column, first):
 
 
 @triton.jit
-def store_lines(pointer, i, height, values, ROWS: tl.constexpr, stride=1):
-    """Store a number for each of a tile's rows from the `i`-th on, `stride` apart."""
+def store_lines(pointer, i, height, values, ROWS: tl.constexpr):
+    """Store a number for each of a tile's rows from the `i`-th on."""
     lines = i + tl.arange(0, ROWS)
-    tl.store(pointer + lines * stride, values, mask=lines < height)
+    tl.store(pointer + lines, values, mask=lines < height)
 
 
 @triton.jit

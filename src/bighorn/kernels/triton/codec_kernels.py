@@ -27,41 +27,26 @@ ONE_7TH = tl.constexpr(1 / 7)
 
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return offsets and mask of a block of a chunk, and with codes, what `code_blocks` returns of its blocks of codes.
+    """Return offsets and mask of a block of a chunk, and with codes, its blocks of codes and their mask.
 
     Without codes, offsets are relative to the chunk. With codes, every block of codes counts as a full one in a chunk,
-    whose elements begin at `first`, and offsets are relative to the tensor.
+    whose elements begin at `first`, and offsets are relative to the tensor, whose rows have `inner` elements. If codes
+    are two to a byte, there are also offsets and mask of the bytes.
     """
     if FORM == "":
         return common.block(i, stop, BLOCK)
     else:
-        return code_blocks(
-            ((first + i) // CODES).to(tl.int32),
-            ((first + stop) // CODES).to(tl.int32),
-            inner.to(tl.int32),
-            VECTOR,
-            BLOCK // CODES,
-            FORM == "nibbles",
-        )
-
-
-@triton.jit
-def code_blocks(first, stop, inner, VECTOR: tl.constexpr, COUNT: tl.constexpr, PACKED: tl.constexpr):
-    """Return offsets and mask of the elements of some blocks of codes, VECTOR at a time, and the blocks and their mask.
-
-    If a moment's codes are PACKED, two to a byte, also offsets and mask of the bytes. All are counted within a tensor,
-    whose rows of dim 0 have `inner` elements.
-    """
-    numbers = first + tl.arange(0, COUNT)
-    exist = numbers < stop
-    in_row = tl.cdiv(inner, CODES)
-    line, block = (numbers // in_row).to(tl.int64), numbers % in_row
-    offsets, mask = in_blocks(line, block, exist, inner, VECTOR, CODES)
-    if PACKED:
-        stored = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
-        return offsets, mask, numbers, exist, stored
-    else:
-        return offsets, mask, numbers, exist
+        inner = inner.to(tl.int32)
+        numbers = ((first + i) // CODES).to(tl.int32) + tl.arange(0, BLOCK // CODES)
+        exist = numbers < ((first + stop) // CODES).to(tl.int32)
+        in_row = tl.cdiv(inner, CODES)
+        line, block = (numbers // in_row).to(tl.int64), numbers % in_row
+        offsets, mask = in_blocks(line, block, exist, inner, VECTOR, CODES)
+        if FORM == "nibbles":
+            stored = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
+            return offsets, mask, numbers, exist, stored
+        else:
+            return offsets, mask, numbers, exist
 
 
 @triton.jit

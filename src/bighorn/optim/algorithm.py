@@ -176,10 +176,7 @@ class LayerwiseAlgorithm(Algorithm[Options]):
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
         """The moments, in one dtype or in blocks."""
-        in_blocks = group["state_dtype"] in BLOCK_DTYPES
-        return moments_spec(
-            param, self.moment_dtypes(group, param), in_blocks, int(group["stacked"]), group["min_8bit_size"]
-        )
+        return moments_spec(param, self.moment_dtypes(group, param), group)
 
     def kernel_options(self, group: Group, variant: Variant) -> Options:
         """The options of the group, and whether the bucket has a trust ratio."""

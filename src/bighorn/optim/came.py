@@ -21,7 +21,6 @@ from bighorn.optim.algorithm import SHARED, Algorithm, Group, Variant
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
 from bighorn.optim.state import (
-    BLOCK_DTYPES,
     MIN_8BIT_SIZE,
     MOMENT_DTYPES,
     StateDtype,
@@ -93,11 +92,8 @@ class CameAlgorithm(Algorithm[CameOptions]):
         stacked, wide = int(group["stacked"]), moments_dtype(param, None)
         dims = all_dims(param)
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
-        in_blocks = group["state_dtype"] in BLOCK_DTYPES
         factored, of_last_two = self.shape_of(group, param)[0], group["factor"] == "last_two"
-        spec = moments_spec(
-            param, dtypes, in_blocks, stacked, group["min_8bit_size"], matrices=factored and of_last_two
-        )
+        spec = moments_spec(param, dtypes, group, matrices=factored and of_last_two)
         if not factored:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
         if of_last_two:

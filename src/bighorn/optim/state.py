@@ -133,32 +133,26 @@ def all_dims(param: Tensor) -> tuple[int, ...]:
 
 
 def moments_spec(
-    param: Tensor,
-    dtypes: Mapping[str, torch.dtype],
-    in_blocks: bool,
-    stacked: int,
-    min_8bit_size: int,
-    matrices: bool = False,
+    param: Tensor, dtypes: Mapping[str, torch.dtype], group: Mapping[str, Any], matrices: bool = False
 ) -> StateSpec:
     """The specs of a parameter's moments, and of the scales of their blocks.
 
     Args:
         param: The parameter, as a real tensor.
-        dtypes: The dtype of each moment.
-        in_blocks: Whether these are the dtypes of codes. Small tensors, vectors, and matrices of short rows get
+        dtypes: The dtype of each moment. Instead of codes, small tensors, vectors and matrices of short rows get
             float32; a first moment of 4 bits gets int8 if its rows have an odd number of elements.
-        stacked: The number of leading dims that stack layers.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks.
-        matrices: Whether the last two dims are matrices, within whose rows blocks are. Default: rows are those of the
-            first dim of a layer.
+        group: The options of its group.
+        matrices: Whether the last two dims are matrices, within whose rows blocks are. Default: a row is all of an
+            index of a layer's first dim.
     """
     dims = all_dims(param)
-    if not in_blocks:
+    if group["state_dtype"] not in BLOCK_DTYPES:
         return {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
-    layers = dims[: stacked + 1]
-    rows = dims[:-1] if matrices else layers
+    first = dims[: group["stacked"] + 1]
+    rows = dims[:-1] if matrices else first
     width = param.shape[len(rows) :].numel()
-    if param.dim() - stacked < 2 or param.numel() < min_8bit_size or (rows != layers and width < MIN_ROW):
+    is_small = param.numel() < group["min_8bit_size"] or (rows != first and width < MIN_ROW)
+    if is_small or param.dim() - group["stacked"] < 2:
         return {name: StateTensorSpec(torch.float32, dims) for name in dtypes}
     codes = {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
     if dtypes["exp_avg"] == torch.uint8:

@@ -40,38 +40,24 @@ static inline real moved(real x, real m, real factor, real step, real decay) {
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
-/* Updates m and the residuals' sums in one pass. All loads come before all stores here and in apply_loop: a load would
- * wait for a store to an address that differs by whole pages, as addresses do in rows of 1,024. */
+/* Updates m and the residuals' sums in one pass. */
 FORCE_INLINE_TEMPLATE void momentum_lanes(int first, const int lanes, const int count, const int g_type,
                                           const int m_type, const CameFactors *f, const void *const *g, const real *r,
                                           const real *restrict c, void *const *m, real *restrict elements,
                                           RowSums *restrict sums) {
-    const int all = count == INTERLEAVED_ROWS;
-    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
-    const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
-    void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
-    void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
-    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
         const int i = first + j;
-        real u_a = update_of(load_element(g_type, g_a, i), r_a, c[i]);
-        real new_a = rounded(m_type, g_type, averaged(f, load_element(m_type, m_a, i), u_a));
-        real w_a = residual_of(u_a, new_a), w_b = NOTHING, w_c = NOTHING, w_d = NOTHING;
-        if (all) {
-            real u_b = update_of(load_element(g_type, g_b, i), r_b, c[i]);
-            real u_c = update_of(load_element(g_type, g_c, i), r_c, c[i]);
-            real u_d = update_of(load_element(g_type, g_d, i), r_d, c[i]);
-            real new_b = rounded(m_type, g_type, averaged(f, load_element(m_type, m_b, i), u_b));
-            real new_c = rounded(m_type, g_type, averaged(f, load_element(m_type, m_c, i), u_c));
-            real new_d = rounded(m_type, g_type, averaged(f, load_element(m_type, m_d, i), u_d));
-            w_b = residual_of(u_b, new_b), w_c = residual_of(u_c, new_c), w_d = residual_of(u_d, new_d);
-            store_element(m_type, m_b, i, new_b), store_element(m_type, m_c, i, new_c),
-                store_element(m_type, m_d, i, new_d);
+        real total = NOTHING;
+        for (int k = 0; k < count; k++) {
+            const real u = update_of(load_element(g_type, g[k], i), r[k], c[i]);
+            const real new_m = rounded(m_type, g_type, averaged(f, load_element(m_type, m[k], i), u));
+            const real w = residual_of(u, new_m);
+            store_element(m_type, m[k], i, new_m);
+            sums->rows[k][j] += w;
+            total += w;
         }
-        store_element(m_type, m_a, i, new_a);
-        sums->a[j] += w_a, sums->b[j] += w_b, sums->c[j] += w_c, sums->d[j] += w_d;
-        elements[i] += (w_a + w_b) + (w_c + w_d);
+        elements[i] += total;
     }
 }
 
@@ -79,7 +65,7 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
                                          int n, const void *const *g, const real *r, const real *restrict c,
                                          void *const *m, real *restrict elements, real *restrict sums) {
     const CameFactors own = *f;
-    RowSums lanes = {{0}, {0}, {0}, {0}};
+    RowSums lanes = {{{0}}};
     FOR_LANES(n, momentum_lanes, count, g_type, m_type, &own, g, r, c, m, elements, &lanes);
     store_sums(count, &lanes, sums);
 }
@@ -164,24 +150,12 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
 
 FORCE_INLINE_TEMPLATE void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
                                       const void *const *m, const real *r, const real *restrict c, real decay) {
-    const int all = count == INTERLEAVED_ROWS;
-    void *restrict x_a = x[0], *restrict x_b = x[all ? 1 : 0];
-    void *restrict x_c = x[all ? 2 : 0], *restrict x_d = x[all ? 3 : 0];
-    const void *restrict m_a = m[0], *restrict m_b = m[all ? 1 : 0];
-    const void *restrict m_c = m[all ? 2 : 0], *restrict m_d = m[all ? 3 : 0];
-    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        real new_a = moved(load_element(x_type, x_a, i), load_element(m_type, m_a, i), c[i], r_a, decay);
-        if (all) {
-            real new_b = moved(load_element(x_type, x_b, i), load_element(m_type, m_b, i), c[i], r_b, decay);
-            real new_c = moved(load_element(x_type, x_c, i), load_element(m_type, m_c, i), c[i], r_c, decay);
-            real new_d = moved(load_element(x_type, x_d, i), load_element(m_type, m_d, i), c[i], r_d, decay);
-            store_element(x_type, x_b, i, rounded(x_type, m_type, new_b)),
-                store_element(x_type, x_c, i, rounded(x_type, m_type, new_c));
-            store_element(x_type, x_d, i, rounded(x_type, m_type, new_d));
+        for (int k = 0; k < count; k++) {
+            const real new_x = moved(load_element(x_type, x[k], i), load_element(m_type, m[k], i), c[i], r[k], decay);
+            store_element(x_type, x[k], i, rounded(x_type, m_type, new_x));
         }
-        store_element(x_type, x_a, i, rounded(x_type, m_type, new_a));
     }
 }
 

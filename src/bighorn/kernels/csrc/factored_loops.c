@@ -7,56 +7,44 @@
 FORCE_INLINE_TEMPLATE void square_lanes(int first, const int lanes, const int count, const int type,
                                         const void *const *g, real scale, real *restrict elements,
                                         RowSums *restrict sums) {
-    const int all = count == INTERLEAVED_ROWS;
-    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
-    const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
-        const int i = first + j;
-        real q_a = square_of(scale * load_element(type, a, i)),
-             q_b = all ? square_of(scale * load_element(type, b, i)) : NOTHING;
-        real q_c = all ? square_of(scale * load_element(type, c, i)) : NOTHING;
-        real q_d = all ? square_of(scale * load_element(type, d, i)) : NOTHING;
-        sums->a[j] += q_a, sums->b[j] += q_b, sums->c[j] += q_c, sums->d[j] += q_d;
-        elements[i] += (q_a + q_b) + (q_c + q_d);
+        real total = NOTHING;
+        for (int k = 0; k < count; k++) {
+            const real q = square_of(scale * load_element(type, g[k], first + j));
+            sums->rows[k][j] += q;
+            total += q;
+        }
+        elements[first + j] += total;
     }
 }
 
 FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, real scale,
                                        real *restrict elements, real *restrict sums) {
-    RowSums lanes = {{0}, {0}, {0}, {0}};
+    RowSums lanes = {{{0}}};
     FOR_LANES(n, square_lanes, count, type, g, scale, elements, &lanes);
     store_sums(count, &lanes, sums);
 }
 
 FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const real *r,
                                       real *restrict ratios) {
-    const int all = count == INTERLEAVED_ROWS;
-    const void *restrict a = g[0], *restrict b = g[all ? 1 : 0];
-    const void *restrict c = g[all ? 2 : 0], *restrict d = g[all ? 3 : 0];
-    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
-    for (int i = 0; i < n; i++)
-        ratios[i] +=
-            (square_of(load_element(type, a, i) * r_a) + (all ? square_of(load_element(type, b, i) * r_b) : NOTHING)) +
-            (all ? square_of(load_element(type, c, i) * r_c) + square_of(load_element(type, d, i) * r_d) : NOTHING);
+    for (int i = 0; i < n; i++) {
+        real total = NOTHING;
+        for (int k = 0; k < count; k++) total += square_of(load_element(type, g[k], i) * r[k]);
+        ratios[i] += total;
+    }
 }
 
 FORCE_INLINE_TEMPLATE void update_square_lanes(int first, const int lanes, const int count, const int type,
                                                const void *const *g, const real *r, const real *restrict c,
                                                real *restrict sums) {
-    const int all = count == INTERLEAVED_ROWS;
-    const void *restrict g_a = g[0], *restrict g_b = g[all ? 1 : 0];
-    const void *restrict g_c = g[all ? 2 : 0], *restrict g_d = g[all ? 3 : 0];
-    const real r_a = r[0], r_b = r[all ? 1 : 0], r_c = r[all ? 2 : 0], r_d = r[all ? 3 : 0];
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
-        const int i = first + j;
-        real w_a = square_of(update_of(load_element(type, g_a, i), r_a, c[i]));
-        real w_b = all ? square_of(update_of(load_element(type, g_b, i), r_b, c[i])) : NOTHING;
-        real w_c = all ? square_of(update_of(load_element(type, g_c, i), r_c, c[i])) : NOTHING;
-        real w_d = all ? square_of(update_of(load_element(type, g_d, i), r_d, c[i])) : NOTHING;
-        sums[j] += (w_a + w_b) + (w_c + w_d);
+        real total = NOTHING;
+        for (int k = 0; k < count; k++)
+            total += square_of(update_of(load_element(type, g[k], first + j), r[k], c[first + j]));
+        sums[j] += total;
     }
 }
 

@@ -47,10 +47,11 @@ FORCE_INLINE void fetch_for_next_pass(const FactoredJob *job, const void *data, 
 
 /* ---- several rows in one loop ---------------------------------------------------------------------------- */
 
-/* FOR_* run a loop over one piece or over INTERLEAVED_ROWS pieces, for element types that are compile-time constants.
- * Loops add this zero for pieces that do not exist, which costs nothing. */
+/* The start of a sum: GCC removes an addition to -0, and not one to 0. */
 static const real NOTHING = -0.0f;
 
+/* FOR_* run a loop over one piece or over INTERLEAVED_ROWS pieces, for element types that are compile-time constants.
+ */
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
 #define FOR_TYPE(loop, count, type, ...) \
     (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
@@ -60,13 +61,11 @@ static const real NOTHING = -0.0f;
 
 /* The sums of the rows that a loop reads together. */
 typedef struct {
-    real a[SUM_LANES], b[SUM_LANES], c[SUM_LANES], d[SUM_LANES];
+    real rows[INTERLEAVED_ROWS][SUM_LANES];
 } RowSums;
 
 FORCE_INLINE_TEMPLATE void store_sums(const int count, const RowSums *from, real *sums) {
-    sums[0] = sum_of_lanes(from->a);
-    if (count == INTERLEAVED_ROWS)
-        sums[1] = sum_of_lanes(from->b), sums[2] = sum_of_lanes(from->c), sums[3] = sum_of_lanes(from->d);
+    for (int k = 0; k < count; k++) sums[k] = sum_of_lanes(from->rows[k]);
 }
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */

@@ -52,13 +52,16 @@ def test_tags_are_read_from_code_alone() -> None:
     assert algorithm.tagged(text, "LAMB") == {"m": ["m = 1", "m += 1"], "r": ["r, c = f()"], "c": ["r, c = f()"]}
 
 
-@pytest.mark.parametrize("name", ["lamb", "came"])
-def test_every_backend_in_python_carries_tags_of_the_reference(name: str) -> None:
-    kernels = Path(bighorn.__file__).parent / "kernels"
-    known = set(algorithm.tagged((kernels / "reference" / f"{name}.py").read_text(), name.upper()))
-    theirs = set(algorithm.tagged((kernels / "foreach" / f"{name}.py").read_text(), name.upper()))
+@pytest.mark.parametrize("folder", ["foreach", "csrc", "triton"])
+@pytest.mark.parametrize("name", ["lamb", "came", "lars"])
+def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str) -> None:
+    """A tag is beside code, in Python and in C: a reader finds a rule in every backend."""
+    kernels, prefix = Path(bighorn.__file__).parent / "kernels", name.upper()
+    known = set(algorithm.tagged((kernels / "reference" / f"{name}.py").read_text(), prefix))
+    sources = [path.read_text() for path in (kernels / folder).iterdir() if path.suffix in {".py", ".c", ".h"}]
+    texts = [re.sub(r"/\* (.*?) \*/", r"  # \1", text) for text in sources]
     assert known
-    assert theirs <= known
+    assert {tag for text in texts for tag in algorithm.tagged(text, prefix)} == known
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ static double param_square_sum(CameWork *c) {
 }
 
 /* Sets the factor of u, from the sum of its squares. */
-static void set_clip(CameWork *c, double update_sum) { /* CAME-clip */
+static void set_clip(CameWork *c, double update_sum) {
     const FactoredWork *w = &c->work;
-    double rms = sqrt(update_sum / w->size), excess = rms / c->options->clip_threshold;
+    double rms = sqrt(update_sum / w->size), excess = rms / c->options->clip_threshold; /* CAME-clip */
     if (excess < 1) excess = 1;
     if (w->thread == 0) w->job.row->metrics[0] = (float)rms, w->job.row->metrics[1] = (float)(1 / excess);
     c->factors.clip = (real)(1 / excess);

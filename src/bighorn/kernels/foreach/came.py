@@ -68,7 +68,7 @@ class CameGroup(Group[CameOptions]):
         sums = square_sums([*u, *x] if o.scale_parameter else u, self.device)
         yield sums.view(-1)
         rms = root(sums) / self._root_sizes.repeat(1 + o.scale_parameter)
-        excess = (rms[: len(x)] / o.clip_threshold).clamp(min=1)
+        excess = (rms[: len(x)] / o.clip_threshold).clamp(min=1)  # CAME-clip
         torch._foreach_div_(u, self.each(excess))  # CAME-clip
 
         m = self.load("exp_avg")

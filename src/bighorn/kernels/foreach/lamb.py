@@ -45,7 +45,7 @@ class LambGroup(Group[LambOptions]):
             weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
             torch._foreach_mul_(x, self.unless(apply_mask, decay, 1.0))
         if o.adapt:
-            q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
+            q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)  # LAMB-q
         else:
             q = torch.ones_like(weight_norm)
         self.write_metrics([weight_norm, update_norm, q], apply_mask)

@@ -30,7 +30,7 @@ class LarsGroup(Group[LarsOptions]):
         yield sums.view(-1)
 
         weight_sums, norm_sums = sums.chunk(2)
-        weight_norm, update_norm, q = trust_ratio(weight_sums, norm_sums, o)
+        weight_norm, update_norm, q = trust_ratio(weight_sums, norm_sums, o)  # LARS-q
         self.write_metrics([weight_norm, update_norm, q], apply_mask)
         if o.denominator == "sum" and o.weight_decay != 0:
             torch._foreach_add_(u, x, alpha=o.weight_decay)  # LARS-u

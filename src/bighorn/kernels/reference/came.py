@@ -45,7 +45,7 @@ def came(
         new_state = squares.state()
         u = g * squares.rsqrt()  # CAME-u
     rms_u = u_norm.to(t.dtype) / math.sqrt(shard.numel)
-    excess = (rms_u / o.clip_threshold).clamp(min=1)
+    excess = (rms_u / o.clip_threshold).clamp(min=1)  # CAME-clip
     u = u / excess.to(dtype)  # CAME-clip
 
     m = beta1 * dequantize("exp_avg", state, u.shape).to(dtype) + (1 - beta1) * u  # CAME-m

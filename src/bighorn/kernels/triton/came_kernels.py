@@ -193,7 +193,7 @@ def came_totals(
     scalars = scalars_ptr + index * layout.NUMBER
     size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.U_SQUARES, SPLIT))
     excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
-    clip = 1 / tl.where(excess < 1, 1.0, excess)  # a NaN remains NaN
+    clip = 1 / tl.where(excess < 1, 1.0, excess)  # CAME-clip; a NaN remains NaN
     tl.store(scalars + layout.CLIP, clip)
     scale_eps, lr = tl.load(option_ptr + layout.option.SCALE_EPS), tl.load(option_ptr + columns.LR)
     if scale_eps >= 0:
@@ -227,7 +227,7 @@ def came_average(
     g, m = tl.load(grads_ptr + index), tl.load(row_ptr + columns.row.EXP_AVG)
     root = tl.load(roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix) * common.number(
         scalars_ptr + index * layout.NUMBER + layout.CLIP
-    )  # CAME-clip
+    )
     row_averages = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
     c = scaling.column_factors(
         tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column), shape, WIDE
@@ -272,7 +272,7 @@ def average(
         u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
         m = beta1 * m + beta1_rest * u  # CAME-m
         m = codec.write_moment(pointers[1], where, m, (rng_key, start, where[0]), FORM, VECTOR)
-        residual = (u - m) * (u - m)
+        residual = (u - m) * (u - m)  # CAME-res
         tiling.store_lines(parts[0], i, shape[0], tl.sum(residual, 1), ROWS)
         total += residual
     tiling.store_columns(parts[1], shape[1], tl.sum(total, 0), WIDE)

@@ -64,7 +64,7 @@ def second_moment(
     for i in range(first, stop, BLOCK):
         offsets, mask = common.block(i, stop, BLOCK)
         g = common.gradient(pointers[0], offsets, mask, scale, G_VECTOR)
-        v = beta2 * common.read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)
+        v = beta2 * common.read(pointers[1], offsets, mask, VECTOR) + rest * (g * g + eps)  # CAME-v
         u = scaling.unfactored(g, common.write(pointers[1], offsets, mask, v, VECTOR))
         total += common.folded(u.to(tl.float64) * u.to(tl.float64))
     return total
@@ -129,7 +129,7 @@ def move(
         rng = positions[3], positions[1], where[0]
         x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
         g = common.gradient(pointers[1], where[0], where[1], scale, G_VECTOR)
-        u = scaling.unfactored(g, common.read(pointers[3], where[0], where[1], VECTOR)) * clip  # CAME-clip
+        u = scaling.unfactored(g, common.read(pointers[3], where[0], where[1], VECTOR)) * clip
         m = beta1 * codec.read_moment(pointers[2], where, FORM, VECTOR) + beta1_rest * u  # CAME-m
         m = codec.write_moment(pointers[2], where, m, rng, FORM, VECTOR)
         x -= decay * x

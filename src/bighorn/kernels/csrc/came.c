@@ -35,8 +35,8 @@ static void begin(CameWork *c, CameStep *s, int64_t index, const RowShare *share
     c->loops = came_loops_for(s->step.isa);
     c->options = o;
     c->factors = (CameFactors){
-        .beta1 = (real)o->betas[0],
-        .beta1_rest = (real)(1 - o->betas[0]),
+        .beta1 = (float)o->betas[0],
+        .beta1_rest = (float)(1 - o->betas[0]),
         .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
         .dither = dither_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
         .residual = factored_average(w, row->exp_avg_res_row, row->exp_avg_res_col, o->betas[2], o->eps[1]),
@@ -54,7 +54,7 @@ static void set_clip(CameWork *c, double update_sum) {
     double rms = sqrt(update_sum / w->size), excess = rms / c->options->clip_threshold; /* CAME-clip */
     if (excess < 1) excess = 1;
     if (w->thread == 0) w->job.row->metrics[0] = (float)rms, w->job.row->metrics[1] = (float)(1 / excess);
-    c->factors.clip = (real)(1 / excess);
+    c->factors.clip = (float)(1 / excess);
 }
 
 /* The bias correction of the residuals' averages, which start at 0. */
@@ -68,7 +68,7 @@ static void set_step(CameWork *c, double param_sum, double factor) {
     const CameOptions *o = c->options;
     const double rms = sqrt(param_sum / c->work.size);
     const double lr = !o->scale_parameter ? o->lr : o->lr * (rms < o->scale_eps ? o->scale_eps : rms);
-    c->factors.step = (real)(lr * factor), c->factors.decay = (real)(1 - lr * o->weight_decay);
+    c->factors.step = (float)(lr * factor), c->factors.decay = (float)(1 - lr * o->weight_decay);
 }
 
 /* Updates m and x, if the second moment is not factored. */

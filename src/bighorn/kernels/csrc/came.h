@@ -7,11 +7,11 @@
 
 /* What CAME adds to a FactoredJob. */
 typedef struct {
-    real beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
-    real clip;              /* the factor of u */
-    real step, decay;       /* x <- decay x - step m / sqrt(S) */
-    uint32_t rng_key;       /* the key of the random bits */
-    uint32_t dither;        /* the dither phase */
+    float beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
+    float clip;              /* the factor of u */
+    float step, decay;       /* x <- decay x - step m / sqrt(S) */
+    uint32_t rng_key;        /* the key of the random bits */
+    uint32_t dither;         /* the dither phase */
     FactoredAverage residual;
 } CameFactors;
 

@@ -9,7 +9,7 @@
 
 static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_avg, row->exp_avg_scale, row->width}; }
 
-static real *read_m(const FactoredRow *row, int64_t start, int n, real *buffer) {
+static float *read_m(const FactoredRow *row, int64_t start, int n, float *buffer) {
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
     else if (row->state_type == INT4) decode(CODEC_NIBBLES, &data, start, n, buffer);
@@ -18,7 +18,7 @@ static real *read_m(const FactoredRow *row, int64_t start, int n, real *buffer) 
 }
 
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
-static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start, int n, real *buffer) {
+static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start, int n, float *buffer) {
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
     else if (row->state_type == INT4) encode(CODEC_NIBBLES, &data, start, n, buffer, f->dither);
@@ -30,29 +30,29 @@ static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start,
 
 /* ---- the passes ------------------------------------------------------------------------------------------ */
 
-static inline real averaged(const CameFactors *f, real m, real u) {
+static inline float averaged(const CameFactors *f, float m, float u) {
     return FMA(f->beta1, m, f->beta1_rest * u); /* CAME-m */
 }
 
-static inline real residual_of(real u, real m) { return square_of(u - m); } /* CAME-res */
+static inline float residual_of(float u, float m) { return square_of(u - m); } /* CAME-res */
 
-static inline real moved(real x, real m, real factor, real step, real decay) {
+static inline float moved(float x, float m, float factor, float step, float decay) {
     return FMA(-step, m * factor, decay * x); /* CAME-x */
 }
 
 /* Updates m and the residuals' sums in one pass. */
 FORCE_INLINE_TEMPLATE void momentum_lanes(int first, const int lanes, const int count, const int g_type,
-                                          const int m_type, const CameFactors *f, const void *const *g, const real *r,
-                                          const real *restrict c, void *const *m, real *restrict elements,
+                                          const int m_type, const CameFactors *f, const void *const *g, const float *r,
+                                          const float *restrict c, void *const *m, float *restrict elements,
                                           RowSums *restrict sums) {
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
         const int i = first + j;
-        real total = NOTHING;
+        float total = NOTHING;
         for (int k = 0; k < count; k++) {
-            const real u = update_of(load_element(g_type, g[k], i), r[k], c[i]);
-            const real new_m = rounded(m_type, g_type, averaged(f, load_element(m_type, m[k], i), u));
-            const real w = residual_of(u, new_m);
+            const float u = update_of(load_element(g_type, g[k], i), r[k], c[i]);
+            const float new_m = rounded(m_type, g_type, averaged(f, load_element(m_type, m[k], i), u));
+            const float w = residual_of(u, new_m);
             store_element(m_type, m[k], i, new_m);
             sums->rows[k][j] += w;
             total += w;
@@ -62,8 +62,8 @@ FORCE_INLINE_TEMPLATE void momentum_lanes(int first, const int lanes, const int 
 }
 
 FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameFactors *f,
-                                         int n, const void *const *g, const real *r, const real *restrict c,
-                                         void *const *m, real *restrict elements, real *restrict sums) {
+                                         int n, const void *const *g, const float *r, const float *restrict c,
+                                         void *const *m, float *restrict elements, float *restrict sums) {
     const CameFactors own = *f;
     RowSums lanes = {{{0}}};
     FOR_LANES(n, momentum_lanes, count, g_type, m_type, &own, g, r, c, m, elements, &lanes);
@@ -72,8 +72,8 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
 
 /* Updates m in codes, and returns u and the m that is stored. */
 FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const FactoredRow *row, const CameFactors *f,
-                                         int64_t start, int n, const real *restrict g, real r, const real *restrict c,
-                                         real *restrict u, real *restrict m) {
+                                         int64_t start, int n, const float *restrict g, float r,
+                                         const float *restrict c, float *restrict u, float *restrict m) {
     const CodecData data = codes_of(row);
     EACH_CODEC_PART(part, data.inner, start, start + n) {
         const float unit = scale_of(form, data.scales[part.scale]).unit;
@@ -92,9 +92,10 @@ FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const Factor
 }
 
 /* The same as `momentum_loop` for an m that is rounded when it is stored, between the update and the residuals. */
-static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, int64_t start, int n,
-                                  const real *restrict g, real r, const real *restrict c, real *restrict elements) {
-    real u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
+static float rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, int64_t start, int n,
+                                   const float *restrict g, float r, const float *restrict c,
+                                   float *restrict elements) {
+    float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
     if (row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
     else if (row->state_type == INT4) advance_codes(CODEC_NIBBLES, row, f, start, n, g, r, c, u, m);
     else {
@@ -107,7 +108,7 @@ static real rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, 
     }
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
-        real w = residual_of(u[i], m[i]);
+        float w = residual_of(u[i], m[i]);
         sum += w;
         elements[i] += w;
     }
@@ -125,7 +126,7 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
     for (FactoredPiece s = {0}; next_piece(&job->grid, &t, &s);) {
         const void *g[INTERLEAVED_ROWS];
         void *m[INTERLEAVED_ROWS];
-        real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
+        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         factored_set_factors(job, &job->square, &t, &s, columns, &factors);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -149,11 +150,11 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const int count, const int x_type, const int m_type, int n, void *const *x,
-                                      const void *const *m, const real *r, const real *restrict c, real decay) {
+                                      const void *const *m, const float *r, const float *restrict c, float decay) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
         for (int k = 0; k < count; k++) {
-            const real new_x = moved(load_element(x_type, x[k], i), load_element(m_type, m[k], i), c[i], r[k], decay);
+            const float new_x = moved(load_element(x_type, x[k], i), load_element(m_type, m[k], i), c[i], r[k], decay);
             store_element(x_type, x[k], i, rounded(x_type, m_type, new_x));
         }
     }
@@ -176,14 +177,14 @@ static double apply(const FactoredJob *job, const CameFactors *f, int64_t index,
     const FactoredRow *row = job->row;
     const Weights *w = &row->weights;
     const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
-    real(*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
+    float (*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     PieceFactors factors;
     double total = 0;
     factored_set_columns(job, &f->residual, &t, columns);
     for (FactoredPiece s = {0}; next_piece(&job->grid, &t, &s);) {
         void *x[INTERLEAVED_ROWS];
         const void *m[INTERLEAVED_ROWS];
-        real r[INTERLEAVED_ROWS];
+        float r[INTERLEAVED_ROWS];
         factored_set_factors(job, &f->residual, &t, &s, columns, &factors);
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
@@ -206,14 +207,14 @@ static void momentum_and_apply(const FactoredJob *job, const CameFactors *f, int
     const FactoredTile t = tile_at(&job->grid, index);
     const FactoredRow *row = job->row;
     FactoredGradBuffer buffer;
-    real m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
+    float m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
-        const real *restrict v = (const real *)row->exp_avg_sq + s.start;
-        real *restrict m = read_m(row, s.start, s.n, m_buffer);
+        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
+        const float *restrict v = (const float *)row->exp_avg_sq + s.start;
+        float *restrict m = read_m(row, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(f, m[i], update_of(g[i], f->clip, column_factor(v[i])));
         write_m(row, f, s.start, s.n, m);
-        real *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
+        float *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, f->step, f->decay);
         write_weights(&row->weights, f->rng_key, s.start, s.n, x);
     }

@@ -78,7 +78,7 @@ FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t m
 }
 
 /* Prepares values for encoding. In a block of zeros, or with a value that is not finite, all codes are 0. */
-static inline void make_ready(real *values, int n, const CodecScale *s) {
+static inline void make_ready(float *values, int n, const CodecScale *s) {
     if (!(s->scale > 0))
         for (int i = 0; i < n; i++) values[i] = 0;
     else if (s->lift != 1)
@@ -127,7 +127,7 @@ FORCE_INLINE_TEMPLATE const int8_t *codes_at(const enum CodecForm form, const Co
 }
 
 FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
-                                  real *restrict out) {
+                                  float *restrict out) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         const float unit = scale_of(form, data->scales[part.scale]).unit;
         int8_t buffer[CODEC_BLOCK_ELEMS + 2];
@@ -140,7 +140,7 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
 /* Encodes the values of a whole block, the largest of whose magnitudes has these bits, and replaces them by the numbers
  * that the codes stand for. `phase` is the dither phase of the tensor's first element; CODEC_NIBBLES uses it. */
 FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecData *data, CodecPart part,
-                                        uint32_t largest, uint32_t phase, real *restrict values) {
+                                        uint32_t largest, uint32_t phase, float *restrict values) {
     const CodecScale scale = new_scale(form, largest);
     const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
     int8_t unpacked[CODEC_BLOCK_ELEMS];
@@ -168,7 +168,7 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
 
 /* Encodes elements [start, start + n), which must be whole blocks, likewise. */
 FORCE_INLINE_TEMPLATE void encode(const enum CodecForm form, const CodecData *data, int64_t start, int n,
-                                  real *restrict values, uint32_t phase) {
+                                  float *restrict values, uint32_t phase) {
     EACH_CODEC_PART(part, data->inner, start, start + n) {
         uint32_t largest = 0;
         for (int i = 0; i < part.size; i++) {

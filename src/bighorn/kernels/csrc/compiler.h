@@ -1,4 +1,4 @@
-/* Directives to the compiler: symbols, inlining, and code per type of the arithmetic and per instruction set. */
+/* Directives to the compiler: symbols, inlining, and code per instruction set. */
 #ifndef BIGHORN_COMPILER_H
 #define BIGHORN_COMPILER_H
 
@@ -20,8 +20,6 @@
 
 #define CONCATENATE_(a, b) a##b
 #define CONCATENATE(a, b) CONCATENATE_(a, b)
-
-typedef float real; /* the type of the arithmetic */
 
 /* The name of an object that a source file defines once for each instruction set. CMakeLists.txt compiles such files
  * once with each value of ISA: v2, v3 and v4 on x86-64, base elsewhere. */

@@ -80,7 +80,7 @@ typedef struct {
     int64_t row_sums, col_sums, ratio_sums, means, ratios, end;
 } FactoredWorkspace;
 
-static int64_t doubles_of(int64_t reals) { return (reals * (int64_t)sizeof(real) + 7) / 8; }
+static int64_t doubles_of(int64_t floats) { return (floats * (int64_t)sizeof(float) + 7) / 8; }
 
 static FactoredWorkspace places_in(const FactoredGrid *g, const FactoredShard *shard) {
     const int64_t columns = g->tiles_down > 1 ? doubles_of(g->tiles_down * g->matrices * g->width) : 0;
@@ -114,7 +114,7 @@ int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard) {
 /* Places a thread's buffers in its scratch. */
 static void begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
     const int64_t elems = column_elems_of(g);
-    real *columns = (real *)(scratch + 1);
+    float *columns = (float *)(scratch + 1);
     scratch->columns.matrix = -1;
     scratch->columns.factor = columns;
     scratch->sums.elements = columns + elems;
@@ -124,12 +124,12 @@ static void begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
 
 /* The average of lines of `count` elements, of which `here` are in this shard. */
-static FactoredLines lines_of(real *values, double beta, double eps, int leads, int64_t here, int64_t count) {
+static FactoredLines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
     const double scale = (1 - beta) / (double)count;
     return (FactoredLines){values, leads ? beta : 0, scale, scale * (double)here * eps};
 }
 
-FactoredAverage factored_average(const FactoredWork *w, real *rows, real *columns, double beta, double eps) {
+FactoredAverage factored_average(const FactoredWork *w, float *rows, float *columns, double beta, double eps) {
     const FactoredRow *row = w->job.row;
     const FactoredShard *h = w->job.shard;
     return (FactoredAverage){
@@ -159,7 +159,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
     const FactoredGrid grid = grid_of(row, shard);
     const FactoredWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
-    real *ratios = (real *)(workspace + p.ratios);
+    float *ratios = (float *)(workspace + p.ratios);
     w->loops = factored_loops_for(s->isa);
     w->job = (FactoredJob){
         .row = row,
@@ -167,7 +167,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
         .gradient = &s->gradients[index],
         .grad = s->grads[index],
         .grid = grid,
-        .grad_scale = (real)grad_scale,
+        .grad_scale = (float)grad_scale,
         .beta2 = beta2,
         .eps1 = eps1,
         .known = {{.values = across ? NULL : row->exp_avg_sq_row}, {.values = down ? NULL : row->exp_avg_sq_col}, NULL},
@@ -175,9 +175,9 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
         .scratch = (FactoredScratch *)scratch,
         .tile_sums = workspace,
         .means = workspace + p.means,
-        .row_sums = (real *)(workspace + p.row_sums),
-        .col_sums = (real *)(workspace + p.col_sums),
-        .ratio_sums = (real *)(workspace + p.ratio_sums),
+        .row_sums = (float *)(workspace + p.row_sums),
+        .col_sums = (float *)(workspace + p.col_sums),
+        .ratio_sums = (float *)(workspace + p.ratio_sums),
     };
     w->job.square = factored_average(w, row->exp_avg_sq_row, row->exp_avg_sq_col, beta2, eps1);
     w->size = (double)w->job.gradient->size;

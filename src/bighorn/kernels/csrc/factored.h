@@ -22,7 +22,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
                     const RowShare *share, double *scratch, double *workspace);
 
 /* Returns an average of rows and columns of the tensor, of which a shard may hold a part. */
-FactoredAverage factored_average(const FactoredWork *w, real *rows, real *columns, double beta, double eps);
+FactoredAverage factored_average(const FactoredWork *w, float *rows, float *columns, double beta, double eps);
 
 /* Selects matrices [from, to), and this thread's share of their tiles. */
 void factored_select(FactoredWork *w, int64_t from, int64_t to);

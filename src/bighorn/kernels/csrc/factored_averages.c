@@ -10,10 +10,10 @@
 static void update_averages(const FactoredLines *lines, int64_t first, int n, const double *restrict sums) {
     if (!lines->values) return;
     const double old = lines->old, scale = lines->scale, shift = lines->shift;
-    real *restrict values = lines->values + first;
+    float *restrict values = lines->values + first;
 #pragma omp simd
     for (int i = 0; i < n; i++) /* CAME-row, CAME-col, CAME-res */
-        values[i] = (real)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
+        values[i] = (float)((old ? old * values[i] : 0) + (scale * sums[i] + shift));
 }
 
 /* The averages of columns have the same mean, and in a narrow matrix there are fewer of them. */
@@ -22,7 +22,7 @@ double factored_row_mean(const FactoredJob *job, const FactoredAverage *average,
     if (!average->row.values || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
     if (average->means) return average->means[matrix];
     const int by_columns = is_narrow(g) && !g->whole;
-    const real *values = by_columns ? average->col.values : average->row.values;
+    const float *values = by_columns ? average->col.values : average->row.values;
     const int64_t count = by_columns ? g->width : g->height;
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -34,8 +34,8 @@ void factored_begin_tile(const FactoredJob *job, const FactoredTile *t, Factored
     const FactoredGrid *g = &job->grid;
     s->row = s->lines = 0;
     if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
-    memset(s->elements, 0, (size_t)(is_narrow(g) ? 2 * PIECE_ELEMS : t->columns) * sizeof(real));
-    memset(s->ratios, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : g->read_once ? t->columns : 0) * sizeof(real));
+    memset(s->elements, 0, (size_t)(is_narrow(g) ? 2 * PIECE_ELEMS : t->columns) * sizeof(float));
+    memset(s->ratios, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : g->read_once ? t->columns : 0) * sizeof(float));
     if (g->whole) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
 }
 
@@ -47,8 +47,8 @@ void factored_flush_rows(const FactoredJob *job, const FactoredAverage *average,
     if (g->tiles_across == 1) {
         update_averages(&average->row, first, s->lines, s->rows);
     } else {
-        real *out = job->row_sums + t->across * g->matrices * g->height + first;
-        for (int i = 0; i < s->lines; i++) out[i] = (real)s->rows[i];
+        float *out = job->row_sums + t->across * g->matrices * g->height + first;
+        for (int i = 0; i < s->lines; i++) out[i] = (float)s->rows[i];
     }
     memset(s->rows, 0, (size_t)s->lines * sizeof(double));
     s->row += s->lines;
@@ -58,7 +58,7 @@ void factored_flush_rows(const FactoredJob *job, const FactoredAverage *average,
 /* Updates the averages of columns [first, first + n) of a matrix from the sums of its tiles, which are `stride` apart;
  * returns the sum of u^2 in these columns. */
 static double update_columns(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t first,
-                             int n, int64_t tiles, int64_t stride, const real *elements, const real *ratios) {
+                             int n, int64_t tiles, int64_t stride, const float *elements, const float *ratios) {
     const FactoredGrid *g = &job->grid;
     double sums[SUMMED_COLUMNS] = {0}, sums_of_ratios[SUMMED_COLUMNS] = {0}, total = 0;
     for (int64_t tile = 0; tile < tiles; tile++)
@@ -71,14 +71,14 @@ static double update_columns(const FactoredJob *job, const FactoredAverage *aver
         update_averages(&job->ratio.col, matrix * g->width + first, n, sums_of_ratios);
         return 0;
     }
-    const real *restrict col = average->col.values + matrix * g->width + first;
+    const float *restrict col = average->col.values + matrix * g->width + first;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < n; i++) total += sums_of_ratios[i] / col[i];
     return total * factored_row_mean(job, average, matrix) / (ROOT_SCALE * ROOT_SCALE);
 }
 
 /* Computes the sums of rows and columns of `matrices` of height x width, one after the other. */
-FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const real *restrict values,
+FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width, const float *restrict values,
                                 double *restrict rows, double *restrict columns) {
     for (int k = 0; k < matrices; k++)
         for (int i = 0; i < height; i++) {
@@ -109,10 +109,10 @@ FORCE_INLINE_TEMPLATE void fold(int matrices, const int height, const int width,
         }                                                         \
     } while (0)
 
-FORCE_INLINE_TEMPLATE void add_rows(int height, const int width, const real *restrict values, double *restrict rows) {
+FORCE_INLINE_TEMPLATE void add_rows(int height, const int width, const float *restrict values, double *restrict rows) {
 #pragma omp simd
     for (int i = 0; i < height; i++) {
-        real sum = values[i * width];
+        float sum = values[i * width];
         for (int j = 1; j < width; j++) sum += values[i * width + j];
         rows[i] = sum;
     }
@@ -120,11 +120,11 @@ FORCE_INLINE_TEMPLATE void add_rows(int height, const int width, const real *res
 
 /* Computes the sums of the rows of a narrow matrix; the values are at most a piece. Neighbours are added as long as a
  * row has pairs of them, since the sums of short rows one after the other would wait for each addition. */
-static void fold_rows(int height, int width, const real *values, double *restrict rows) {
-    real halves[2][PIECE_ELEMS / 2];
+static void fold_rows(int height, int width, const float *values, double *restrict rows) {
+    float halves[2][PIECE_ELEMS / 2];
     for (int k = 0; width % 2 == 0; k = !k) {
-        const real *restrict pairs = values;
-        real *restrict sums = halves[k];
+        const float *restrict pairs = values;
+        float *restrict sums = halves[k];
         width /= 2;
 #pragma omp simd
         for (int i = 0; i < height * width; i++) sums[i] = pairs[2 * i] + pairs[2 * i + 1];
@@ -134,41 +134,41 @@ static void fold_rows(int height, int width, const real *values, double *restric
 }
 
 /* Adds q / row of a narrow matrix, for each element. */
-FORCE_INLINE_TEMPLATE void add_ratios(int height, const int width, const real *restrict values,
-                                      const real *restrict row, real *restrict ratios) {
-    real r[PIECE_ELEMS];
-    for (int i = 0; i < height; i++) r[i] = (real)ROOT_SCALE / sqrtf(row[i]);
+FORCE_INLINE_TEMPLATE void add_ratios(int height, const int width, const float *restrict values,
+                                      const float *restrict row, float *restrict ratios) {
+    float r[PIECE_ELEMS];
+    for (int i = 0; i < height; i++) r[i] = (float)ROOT_SCALE / sqrtf(row[i]);
     for (int i = 0; i < height; i++)
 #pragma omp simd
         for (int j = 0; j < width; j++) ratios[i * width + j] += values[i * width + j] * r[i] * r[i];
 }
 
 /* Computes out = r c. Infinity is clamped, since 0 times infinity would be NaN. */
-FORCE_INLINE_TEMPLATE void expand_rows(int height, const int width, const real *restrict r, const real *restrict c,
-                                       real *restrict out) {
+FORCE_INLINE_TEMPLATE void expand_rows(int height, const int width, const float *restrict r, const float *restrict c,
+                                       float *restrict out) {
     for (int i = 0; i < height; i++)
 #pragma omp simd
         for (int j = 0; j < width; j++) {
-            real product = r[i] * c[j];
+            float product = r[i] * c[j];
             out[i * width + j] = product > FLT_MAX ? FLT_MAX : product;
         }
 }
 
 /* The same for `matrices` one after the other. */
-FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const real *restrict r,
-                                  const real *restrict c, real *restrict out) {
+FORCE_INLINE_TEMPLATE void expand(int matrices, const int height, const int width, const float *restrict r,
+                                  const float *restrict c, float *restrict out) {
     for (int k = 0; k < matrices; k++)
         expand_rows(height, width, r + k * height, c + k * width, out + k * height * width);
 }
 
 /* Computes for each row the root of the mean of its matrix. */
-FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const real *restrict row,
-                                        real *restrict root_means) {
+FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const int width, const float *restrict row,
+                                        float *restrict root_means) {
     (void)width;
     for (int k = 0; k < matrices; k++) {
         double mean = 0;
         for (int i = 0; i < height; i++) mean += row[k * height + i];
-        const real root = (real)sqrt(mean / height);
+        const float root = (float)sqrt(mean / height);
         for (int i = 0; i < height; i++) root_means[k * height + i] = root;
     }
 }
@@ -185,7 +185,7 @@ static void add_narrow_piece(const FactoredJob *job, const FactoredAverage *aver
                              const FactoredPiece *piece, FactoredTileSums *s) {
     const FactoredGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
-    real *restrict elements = s->elements, *restrict sums = s->elements + PIECE_ELEMS;
+    float *restrict elements = s->elements, *restrict sums = s->elements + PIECE_ELEMS;
     fold_rows(piece->lines, (int)g->width, elements, s->rows);
     s->lines = piece->lines;
     factored_flush_rows(job, average, t, s);
@@ -196,10 +196,10 @@ static void add_narrow_piece(const FactoredJob *job, const FactoredAverage *aver
 }
 
 /* Adds up the rows of a narrow tile's sums, halves at a time, into the first row. */
-static void fold_columns(int width, real *sums) {
+static void fold_columns(int width, float *sums) {
     for (int height = PIECE_ELEMS / width; height > 1; height -= height / 2) {
-        real *restrict first = sums;
-        const real *restrict second = sums + (height - height / 2) * width;
+        float *restrict first = sums;
+        const float *restrict second = sums + (height - height / 2) * width;
 #pragma omp simd
         for (int i = 0; i < height / 2 * width; i++) first[i] += second[i];
     }
@@ -207,7 +207,7 @@ static void fold_columns(int width, real *sums) {
 
 /* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
 void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
-                        const FactoredPiece *piece, const real *row_sums, FactoredTileSums *s) {
+                        const FactoredPiece *piece, const float *row_sums, FactoredTileSums *s) {
     const FactoredGrid *g = &job->grid;
     if (!is_narrow(g)) {
         for (int k = 0; k < piece->count; k++) s->rows[piece->row + k * piece->apart] += row_sums[k];
@@ -219,7 +219,7 @@ void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, 
     }
     s->lines = piece->lines;
     FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
-    memset(s->elements, 0, (size_t)piece->n * sizeof(real));
+    memset(s->elements, 0, (size_t)piece->n * sizeof(float));
     factored_flush_rows(job, average, t, s);
 }
 
@@ -240,7 +240,7 @@ double factored_end_tile(const FactoredJob *job, const FactoredAverage *average,
     if (is_narrow(g)) {
         fold_columns((int)t->columns, s->elements + PIECE_ELEMS);
         fold_columns((int)t->columns, s->ratios);
-        memcpy(s->elements, s->elements + PIECE_ELEMS, (size_t)t->columns * sizeof(real));
+        memcpy(s->elements, s->elements + PIECE_ELEMS, (size_t)t->columns * sizeof(float));
     }
     if (g->tiles_down == 1) {
         for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
@@ -249,14 +249,14 @@ double factored_end_tile(const FactoredJob *job, const FactoredAverage *average,
         }
     } else {
         const int64_t to = (t->down * g->matrices + t->matrix) * g->width + t->column;
-        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(real));
-        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(real));
+        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(float));
+        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(float));
     }
     return total;
 }
 
 /* Adds up the sums of rows in all tiles across a matrix. */
-static void add_tiles_across(const FactoredGrid *g, const real *partial, int n, double *restrict sums) {
+static void add_tiles_across(const FactoredGrid *g, const float *partial, int n, double *restrict sums) {
     for (int i = 0; i < n; i++) sums[i] = 0;
     for (int64_t across = 0; across < g->tiles_across; across++)
         for (int i = 0; i < n; i++) sums[i] += partial[across * g->matrices * g->height + i];
@@ -290,7 +290,7 @@ double factored_finish_columns(const FactoredJob *job, const FactoredAverage *av
 /* ---- factors --------------------------------------------------------------------------------------------- */
 
 /* The factors of columns from `first` on; 1 if `columns` is NULL. */
-static void column_factors(const real *restrict columns, int64_t first, int n, real *restrict out) {
+static void column_factors(const float *restrict columns, int64_t first, int n, float *restrict out) {
     for (int i = 0; i < n; i++) out[i] = columns ? column_factor(columns[first + i]) : 1;
 }
 
@@ -298,7 +298,7 @@ void factored_set_columns(const FactoredJob *job, const FactoredAverage *average
                           FactoredColumns *columns) {
     const FactoredGrid *g = &job->grid;
     if (g->whole || (columns->matrix == t->matrix && columns->across == t->across)) return;
-    if (columns->matrix != t->matrix) columns->root_mean = (real)sqrt(factored_row_mean(job, average, t->matrix));
+    if (columns->matrix != t->matrix) columns->root_mean = (float)sqrt(factored_row_mean(job, average, t->matrix));
     columns->matrix = t->matrix;
     columns->across = t->across;
     column_factors(average->col.values, t->matrix * g->width + t->column, (int)t->columns, columns->factor);
@@ -311,16 +311,16 @@ void factored_set_columns(const FactoredJob *job, const FactoredAverage *average
 void factored_set_factors(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
                           const FactoredPiece *piece, const FactoredColumns *columns, PieceFactors *f) {
     const FactoredGrid *g = &job->grid;
-    const real *rows = average->row.values;
+    const float *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + piece->row;
     if (!is_narrow(g)) {
         f->c = columns->factor + piece->column, f->sum = piece->column == 0 ? columns->sum : 0;
         for (int k = 0; k < piece->count; k++) f->r[k] = row_factor(columns->root_mean, rows, first + k * piece->apart);
         return;
     }
-    real r[PIECE_ELEMS], c[PIECE_ELEMS];
+    float r[PIECE_ELEMS], c[PIECE_ELEMS];
     if (!g->whole) {
-        real sum = 0;
+        float sum = 0;
         for (int i = 0; i < piece->lines; i++) r[i] = row_factor(columns->root_mean, rows, first + i);
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < piece->lines; i++) sum += r[i];
@@ -328,15 +328,15 @@ void factored_set_factors(const FactoredJob *job, const FactoredAverage *average
         f->c = f->buffer, f->r[0] = 1, f->sum = sum * columns->sum;
         return;
     }
-    real root_means[PIECE_ELEMS];
+    float root_means[PIECE_ELEMS];
     column_factors(average->col.values, t->matrix * g->width, (int)(t->matrices * g->width), c);
     if (is_split(job->shard))
         for (int i = 0; i < piece->lines; i++)
-            root_means[i] = (real)sqrt(factored_row_mean(job, average, t->matrix + i / g->height));
+            root_means[i] = (float)sqrt(factored_row_mean(job, average, t->matrix + i / g->height));
     else FOR_SHAPE(spread_means, (int)t->matrices, g->height, g->width, rows + first, root_means);
     for (int i = 0; i < piece->lines; i++) r[i] = row_factor(root_means[i], rows, first + i);
     FOR_SHAPE(expand, (int)t->matrices, g->height, g->width, r, c, f->buffer);
-    real sum = 0;
+    float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < piece->n; i++) sum += f->buffer[i];
     f->c = f->buffer, f->r[0] = 1, f->sum = sum;

@@ -30,7 +30,7 @@ void factored_flush_rows(const FactoredJob *job, const FactoredAverage *average,
 
 /* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
 void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
-                        const FactoredPiece *piece, const real *row_sums, FactoredTileSums *s);
+                        const FactoredPiece *piece, const float *row_sums, FactoredTileSums *s);
 
 /* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double factored_end_tile(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
@@ -45,19 +45,19 @@ double factored_finish_columns(const FactoredJob *job, const FactoredAverage *av
 
 /* The factors of a piece's elements are r * c[i]; `sum` is the sum of c. */
 typedef struct {
-    const real *c;
-    real r[INTERLEAVED_ROWS];
+    const float *c;
+    float r[INTERLEAVED_ROWS];
     double sum;
-    real buffer[PIECE_ELEMS];
+    float buffer[PIECE_ELEMS];
 } PieceFactors;
 
 /* The factor of a row: sqrt(mean(row) / row), as a quotient of roots, since for a row of zeros beside large ones the
  * ratio is 1e42. */
-static inline real row_factor(real root_mean, const real *rows, int64_t i) {
+static inline float row_factor(float root_mean, const float *rows, int64_t i) {
     return rows ? root_mean / sqrtf(rows[i]) : root_mean;
 }
 
-static inline real column_factor(real col) { return 1 / sqrtf(col); }
+static inline float column_factor(float col) { return 1 / sqrtf(col); }
 
 void factored_set_columns(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
                           FactoredColumns *columns);

@@ -33,7 +33,7 @@ typedef struct {
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
 typedef struct {
-    real *values; /* NULL: no averages are kept; the factors are 1 */
+    float *values; /* NULL: no averages are kept; the factors are 1 */
     double old, scale, shift;
 } FactoredLines;
 
@@ -46,9 +46,9 @@ typedef struct {
 /* Values that tiles one below the other share, kept from one tile to the next. */
 typedef struct {
     int64_t matrix, across; /* -1: no values yet */
-    real root_mean;         /* the root of the mean of all row averages of the matrix */
+    float root_mean;        /* the root of the mean of all row averages of the matrix */
     double sum;             /* of the factors */
-    real *factor;           /* 1 / sqrt(col) */
+    float *factor;          /* 1 / sqrt(col) */
 } FactoredColumns;
 
 /* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
@@ -56,13 +56,13 @@ typedef struct {
  * have the sums of all pieces, per element. `columns` is for tiles of whole matrices. */
 typedef struct {
     double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    real *elements, *ratios;
+    float *elements, *ratios;
     int64_t row; /* the first of the `lines` in `rows` */
     int lines;
 } FactoredTileSums;
 
 /* The buffer of one of the pieces of a gradient that a loop reads together. */
-typedef real FactoredGradBuffer[PIECE_ELEMS];
+typedef float FactoredGradBuffer[PIECE_ELEMS];
 
 /* A thread's buffers; those of columns are behind this structure. They are in the workspace, because a thread of Python
  * can have a stack of only 64 KB. */
@@ -70,7 +70,7 @@ typedef struct {
     FactoredColumns columns;
     FactoredTileSums sums;
     _Alignas(64) FactoredGradBuffer gradients[INTERLEAVED_ROWS];
-    real weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
+    float weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
 } FactoredScratch;
 
 /* One tensor's step, without what is the optimizer's own. */
@@ -80,17 +80,17 @@ typedef struct {
     const Gradient *gradient;
     const void *grad;
     FactoredGrid grid;
-    real grad_scale;
+    float grad_scale;
     double beta2, eps1; /* of an unfactored second moment */
     FactoredAverage square;
     FactoredAverage known; /* for a shard: `square` without the lines that other shards have elements of */
     FactoredAverage ratio; /* for a shard: q / known */
     FactoredScratch *scratch;
     double *tile_sums;
-    double *means;    /* for a shard that is split: the `means` of its `FactoredAverage` */
-    real *row_sums;   /* per tile across the matrix and row; not used if there is one */
-    real *col_sums;   /* per tile down the matrix and column; not used if there is one */
-    real *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
+    double *means;     /* for a shard that is split: the `means` of its `FactoredAverage` */
+    float *row_sums;   /* per tile across the matrix and row; not used if there is one */
+    float *col_sums;   /* per tile down the matrix and column; not used if there is one */
+    float *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
 } FactoredJob;
 
 /* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at

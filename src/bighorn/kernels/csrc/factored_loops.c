@@ -5,13 +5,13 @@
 #include "rounding.h"
 
 FORCE_INLINE_TEMPLATE void square_lanes(int first, const int lanes, const int count, const int type,
-                                        const void *const *g, real scale, real *restrict elements,
+                                        const void *const *g, float scale, float *restrict elements,
                                         RowSums *restrict sums) {
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
-        real total = NOTHING;
+        float total = NOTHING;
         for (int k = 0; k < count; k++) {
-            const real q = square_of(scale * load_element(type, g[k], first + j));
+            const float q = square_of(scale * load_element(type, g[k], first + j));
             sums->rows[k][j] += q;
             total += q;
         }
@@ -19,29 +19,29 @@ FORCE_INLINE_TEMPLATE void square_lanes(int first, const int lanes, const int co
     }
 }
 
-FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, real scale,
-                                       real *restrict elements, real *restrict sums) {
+FORCE_INLINE_TEMPLATE void square_loop(const int count, const int type, int n, const void *const *g, float scale,
+                                       float *restrict elements, float *restrict sums) {
     RowSums lanes = {{{0}}};
     FOR_LANES(n, square_lanes, count, type, g, scale, elements, &lanes);
     store_sums(count, &lanes, sums);
 }
 
-FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const real *r,
-                                      real *restrict ratios) {
+FORCE_INLINE_TEMPLATE void ratio_loop(const int count, const int type, int n, const void *const *g, const float *r,
+                                      float *restrict ratios) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        real total = NOTHING;
+        float total = NOTHING;
         for (int k = 0; k < count; k++) total += square_of(load_element(type, g[k], i) * r[k]);
         ratios[i] += total;
     }
 }
 
 FORCE_INLINE_TEMPLATE void update_square_lanes(int first, const int lanes, const int count, const int type,
-                                               const void *const *g, const real *r, const real *restrict c,
-                                               real *restrict sums) {
+                                               const void *const *g, const float *r, const float *restrict c,
+                                               float *restrict sums) {
 #pragma omp simd
     for (int j = 0; j < lanes; j++) {
-        real total = NOTHING;
+        float total = NOTHING;
         for (int k = 0; k < count; k++)
             total += square_of(update_of(load_element(type, g[k], first + j), r[k], c[first + j]));
         sums[j] += total;
@@ -49,9 +49,9 @@ FORCE_INLINE_TEMPLATE void update_square_lanes(int first, const int lanes, const
 }
 
 /* Returns the sum of u^2, before clipping. */
-FORCE_INLINE_TEMPLATE real update_square_loop(const int count, const int type, int n, const void *const *g,
-                                              const real *r, const real *restrict c) {
-    real lanes[SUM_LANES] = {0};
+FORCE_INLINE_TEMPLATE float update_square_loop(const int count, const int type, int n, const void *const *g,
+                                               const float *r, const float *restrict c) {
+    float lanes[SUM_LANES] = {0};
     FOR_LANES(n, update_square_lanes, count, type, g, r, c, lanes);
     return sum_of_lanes(lanes);
 }
@@ -61,7 +61,7 @@ static void add_squares(const FactoredJob *job, const FactoredTile *part, Factor
                         const FactoredTile *t, FactoredTileSums *sums) {
     for (FactoredPiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
-        real row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
+        float row_sums[INTERLEAVED_ROWS], *elements = sums->elements + s.column;
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             g[k] = grad_in_place(job, start, s.n, &buffers[k]);
@@ -75,12 +75,12 @@ static void add_squares(const FactoredJob *job, const FactoredTile *part, Factor
 /* Adds q / row of the same part, which is still in the second-level cache. */
 static void add_ratios(const FactoredJob *job, const FactoredTile *part, FactoredGradBuffer *buffers,
                        FactoredTileSums *sums) {
-    const real *row = job->square.row.values + part->matrix * job->grid.height + part->row;
-    real factors[PIECE_ELEMS];
-    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (real)ROOT_SCALE / sqrtf(row[i]);
+    const float *row = job->square.row.values + part->matrix * job->grid.height + part->row;
+    float factors[PIECE_ELEMS];
+    for (int i = 0; i < part->rows; i++) factors[i] = job->grad_scale * (float)ROOT_SCALE / sqrtf(row[i]);
     for (FactoredPiece s = {0}; next_piece(&job->grid, part, &s);) {
         const void *g[INTERLEAVED_ROWS];
-        real r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
+        float r[INTERLEAVED_ROWS], *ratios = sums->ratios + s.column;
         for (int k = 0; k < s.count; k++) {
             g[k] = grad_in_place(job, start_of(&job->grid, &s, k), s.n, &buffers[k]);
             r[k] = factors[s.row + k * s.apart];
@@ -93,14 +93,14 @@ static void add_ratios(const FactoredJob *job, const FactoredTile *part, Factore
 static void add_ratios_of_columns(const FactoredJob *job, const FactoredTile *t, FactoredGradBuffer *buffer,
                                   FactoredTileSums *sums) {
     const FactoredGrid *g = &job->grid;
-    const real *col = job->square.col.values + t->matrix * g->width + t->column;
-    real *restrict factors = sums->ratios, *out = job->ratio_sums + t->across * g->matrices * g->height;
+    const float *col = job->square.col.values + t->matrix * g->width + t->column;
+    float *restrict factors = sums->ratios, *out = job->ratio_sums + t->across * g->matrices * g->height;
     out += t->matrix * g->height + t->row;
-    memset(out, 0, (size_t)t->rows * sizeof(real));
-    for (int i = 0; i < t->columns; i++) factors[i] = (real)ROOT_SCALE / sqrtf(col[i]);
+    memset(out, 0, (size_t)t->rows * sizeof(float));
+    for (int i = 0; i < t->columns; i++) factors[i] = (float)ROOT_SCALE / sqrtf(col[i]);
     for (FactoredPiece s = {.count = 1}; next_piece(g, t, &s);) {
-        const real *restrict values = grad_at(job, s.start, s.n, buffer), *restrict f = factors + s.column;
-        real sum = 0;
+        const float *restrict values = grad_at(job, s.start, s.n, buffer), *restrict f = factors + s.column;
+        float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) sum += square_of(values[i] * f[i]);
         out[s.row] += sum;
@@ -160,8 +160,8 @@ static void ratios(const FactoredJob *job, int64_t index, FactoredColumns *colum
     factored_set_columns(job, &job->known, &t, columns);
     factored_begin_tile(job, &t, sums);
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const real *g = grad_at(job, s.start, s.n, &buffer);
-        real roots[PIECE_ELEMS], row_sum;
+        const float *g = grad_at(job, s.start, s.n, &buffer);
+        float roots[PIECE_ELEMS], row_sum;
         const void *const pieces[] = {roots};
         factored_set_factors(job, &job->known, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
@@ -175,13 +175,13 @@ static void ratios(const FactoredJob *job, int64_t index, FactoredColumns *colum
 
 static double second_moment(const FactoredJob *job, int64_t index) {
     const FactoredTile t = tile_at(&job->grid, index);
-    const real beta2 = (real)job->beta2, rest = (real)(1 - job->beta2);
-    const real shift = (real)((1 - job->beta2) * job->eps1);
+    const float beta2 = (float)job->beta2, rest = (float)(1 - job->beta2);
+    const float shift = (float)((1 - job->beta2) * job->eps1);
     FactoredGradBuffer buffer;
     double total = 0;
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const real *restrict g = grad_at(job, s.start, s.n, &buffer);
-        real *restrict v = (real *)job->row->exp_avg_sq + s.start, sum = 0;
+        const float *restrict g = grad_at(job, s.start, s.n, &buffer);
+        float *restrict v = (float *)job->row->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
             v[i] = FMA(beta2, v[i], FMA(rest, g[i] * g[i], shift)); /* CAME-v */
@@ -194,10 +194,10 @@ static double second_moment(const FactoredJob *job, int64_t index) {
 
 static double param_square_sum(const FactoredJob *job, int64_t index) {
     const FactoredTile t = tile_at(&job->grid, index);
-    real buffer[PIECE_ELEMS];
+    float buffer[PIECE_ELEMS];
     double total = 0;
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const real *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
+        const float *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) sum += (double)x[i] * x[i];

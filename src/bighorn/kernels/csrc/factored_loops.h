@@ -9,16 +9,15 @@
 
 #include "factored_averages.h"
 
-enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(real) }; /* elements that stay in the second-level cache */
+enum { L2_CACHE_ELEMS = (1 << 18) / sizeof(float) }; /* elements that stay in the second-level cache */
 
 /* ---- elements in place or in a buffer -------------------------------------------------------------------- */
 
-/* Whether loops read elements of a type in place: the type of the arithmetic and, in float32, bfloat16. */
-#define IS_BFLOAT16(type) ((type) == BFLOAT16)
-static inline int is_ready(int type) { return type == FLOAT32 || IS_BFLOAT16(type); }
+/* Whether loops read elements of a type in place. */
+static inline int is_ready(int type) { return type == FLOAT32 || type == BFLOAT16; }
 
 /* Returns elements [start, start + n), scaled. */
-static inline const real *grad_at(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
+static inline const float *grad_at(const FactoredJob *job, int64_t start, int n, FactoredGradBuffer *buffer) {
     return load_grad(job->gradient, job->grad, job->grad_scale, start, n, *buffer);
 }
 
@@ -33,7 +32,7 @@ FORCE_INLINE const void *grad_in_place(const FactoredJob *job, int64_t start, in
     return is_ready(g->type) ? at(job->grad, g->type, start) : grad_in_buffer(job, start, n, buffer);
 }
 
-static inline int grad_type(const FactoredJob *job) { return IS_BFLOAT16(job->gradient->type) ? BFLOAT16 : FLOAT32; }
+static inline int grad_type(const FactoredJob *job) { return job->gradient->type == BFLOAT16 ? BFLOAT16 : FLOAT32; }
 
 /* Begins to load what the next pass over a small tensor reads: a processor's own prefetching begins anew with each page
  * of a tensor, so that a pass over 16 KB would mostly wait for memory. GCC 12 removes calls of this function unless it
@@ -48,30 +47,30 @@ FORCE_INLINE void fetch_for_next_pass(const FactoredJob *job, const void *data, 
 /* ---- several rows in one loop ---------------------------------------------------------------------------- */
 
 /* The start of a sum: GCC removes an addition to -0, and not one to 0. */
-static const real NOTHING = -0.0f;
+static const float NOTHING = -0.0f;
 
 /* FOR_* run a loop over one piece or over INTERLEAVED_ROWS pieces, for element types that are compile-time constants.
  */
 #define FOR_COUNT(loop, count, ...) ((count) == 1 ? loop(1, __VA_ARGS__) : loop(INTERLEAVED_ROWS, __VA_ARGS__))
 #define FOR_TYPE(loop, count, type, ...) \
-    (IS_BFLOAT16(type) ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
-#define FOR_TYPES(loop, count, type, other, ...)                             \
-    (IS_BFLOAT16(other) ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
-                        : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
+    ((type) == BFLOAT16 ? FOR_COUNT(loop, count, BFLOAT16, __VA_ARGS__) : FOR_COUNT(loop, count, FLOAT32, __VA_ARGS__))
+#define FOR_TYPES(loop, count, type, other, ...)                              \
+    ((other) == BFLOAT16 ? FOR_TYPE(loop, count, type, BFLOAT16, __VA_ARGS__) \
+                         : FOR_TYPE(loop, count, type, FLOAT32, __VA_ARGS__))
 
 /* The sums of the rows that a loop reads together. */
 typedef struct {
-    real rows[INTERLEAVED_ROWS][SUM_LANES];
+    float rows[INTERLEAVED_ROWS][SUM_LANES];
 } RowSums;
 
-FORCE_INLINE_TEMPLATE void store_sums(const int count, const RowSums *from, real *sums) {
+FORCE_INLINE_TEMPLATE void store_sums(const int count, const RowSums *from, float *sums) {
     for (int k = 0; k < count; k++) sums[k] = sum_of_lanes(from->rows[k]);
 }
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
-static inline real square_of(real a) { return a * a; }
+static inline float square_of(float a) { return a * a; }
 
-static inline real update_of(real g, real r, real c) { return g * r * c; } /* CAME-u */
+static inline float update_of(float g, float r, float c) { return g * r * c; } /* CAME-u */
 
 #endif

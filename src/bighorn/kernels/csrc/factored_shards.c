@@ -11,12 +11,12 @@
 
 static int64_t position(const int64_t *at, int64_t i) { return at ? at[i] : i; }
 
-static void spread(const real *values, int64_t count, const int64_t *at, double *to) {
+static void spread(const float *values, int64_t count, const int64_t *at, double *to) {
     for (int64_t i = 0; i < count; i++) to[position(at, i)] = values[i];
 }
 
-static void cut(const double *from, int64_t count, const int64_t *at, real *values) {
-    for (int64_t i = 0; i < count; i++) values[i] = (real)from[position(at, i)];
+static void cut(const double *from, int64_t count, const int64_t *at, float *values) {
+    for (int64_t i = 0; i < count; i++) values[i] = (float)from[position(at, i)];
 }
 
 FactoredShardSums shard_sums_at(const FactoredShard *h, double *at, int64_t inner, double **rest) {
@@ -50,7 +50,7 @@ void store_shard_average(const FactoredJob *job, const FactoredAverage *average,
     if (to->col) spread(average->col.values, columns, h->col_at, to->col);
     if (!to->inner) return;
     const int down = h->split_down;
-    const real *known = down ? average->row.values : average->col.values;
+    const float *known = down ? average->row.values : average->col.values;
     const int64_t count = down ? row->height : row->width;
     if (ratio && down) spread(ratio->col.values, columns, h->col_at, to->inner);
     if (ratio && !down) spread(ratio->row.values, rows, h->row_at, to->inner);

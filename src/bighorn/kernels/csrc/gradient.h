@@ -10,16 +10,16 @@ static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
     return elements;
 }
 
-/* Returns elements [start, start + n) in the type of the arithmetic. */
-static inline const real *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
-                                    real *restrict buffer) {
+/* Returns elements [start, start + n) in float32. */
+static inline const float *read_grad(const Gradient *gradient, const void *data, int64_t start, int n,
+                                     float *restrict buffer) {
     return widen(data, gradient->type, start, n, buffer);
 }
 
-/* Returns elements [start, start + n), scaled, in the type of the arithmetic. */
-static inline const real *load_grad(const Gradient *gradient, const void *data, real scale, int64_t start, int n,
-                                    real *buffer) {
-    const real *g = read_grad(gradient, data, start, n, buffer);
+/* Returns elements [start, start + n), scaled, in float32. */
+static inline const float *load_grad(const Gradient *gradient, const void *data, float scale, int64_t start, int n,
+                                     float *buffer) {
+    const float *g = read_grad(gradient, data, start, n, buffer);
     if (scale == 1) return g;
     for (int i = 0; i < n; i++) buffer[i] = scale * g[i];
     return buffer;

@@ -32,25 +32,25 @@ typedef struct {
 
 /* ---- arithmetic of both ---------------------------------------------------------------------------------- */
 
-/* The factors in the type of the arithmetic, as LambFactors; `scale` is the factor of the gradients that loops read. */
+/* The factors in float32, as LambFactors; `scale` is the factor of the gradients that loops read. */
 typedef struct {
-    real scale, grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay;
+    float scale, grad_scale, l2, beta1, beta3, beta2, beta4, correction, eps, weight_decay, decay;
     uint32_t rng_key, dither;
-} LambReals;
+} LambFloats;
 
-static inline LambReals reals_of(const LambFactors *f) {
-    return (LambReals){
-        .scale = f->l2 != 0 ? 1 : (real)f->grad_scale, /* 1 after decayed_grad */
-        .grad_scale = (real)f->grad_scale,
-        .l2 = (real)f->l2,
-        .beta1 = (real)f->beta1,
-        .beta3 = (real)f->beta3,
-        .beta2 = (real)f->beta2,
-        .beta4 = (real)f->beta4,
-        .correction = (real)f->correction,
-        .eps = (real)f->eps,
-        .weight_decay = (real)f->weight_decay,
-        .decay = (real)f->decay,
+static inline LambFloats floats_of(const LambFactors *f) {
+    return (LambFloats){
+        .scale = f->l2 != 0 ? 1 : (float)f->grad_scale, /* 1 after decayed_grad */
+        .grad_scale = (float)f->grad_scale,
+        .l2 = (float)f->l2,
+        .beta1 = (float)f->beta1,
+        .beta3 = (float)f->beta3,
+        .beta2 = (float)f->beta2,
+        .beta4 = (float)f->beta4,
+        .correction = (float)f->correction,
+        .eps = (float)f->eps,
+        .weight_decay = (float)f->weight_decay,
+        .decay = (float)f->decay,
         .rng_key = f->rng_key,
         .dither = f->dither,
     };
@@ -58,14 +58,14 @@ static inline LambReals reals_of(const LambFactors *f) {
 
 /* Adds the decay to a gradient if there is one. A decay of 0 is not added, so that a weight that is not finite leaves
  * the moments as they are. */
-FORCE_INLINE_TEMPLATE const real *decayed_grad(const LambReals *f, const int x_type, int n, const real *g,
-                                               const void *x, real *buffer) {
+FORCE_INLINE_TEMPLATE const float *decayed_grad(const LambFloats *f, const int x_type, int n, const float *g,
+                                                const void *x, float *buffer) {
     if (f->l2 == 0) return g;
     for (int i = 0; i < n; i++) buffer[i] = FMA(f->l2, load_element(x_type, x, i), f->grad_scale * g[i]);
     return buffer;
 }
 
-static inline real moved(const LambReals f, real step, real x, real u) {
+static inline float moved(const LambFloats f, float step, float x, float u) {
     return FMA(-step, u, f.decay * x); /* LAMB-x */
 }
 

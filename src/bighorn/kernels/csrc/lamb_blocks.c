@@ -85,7 +85,7 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
 }
 
 /* Computes u from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
-FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm form, LambReals f, float m_unit, float v_root_unit, Lanes x,
+FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm form, LambFloats f, float m_unit, float v_root_unit, Lanes x,
                                     Lanes m, Lanes v) {
     const Lanes root = square_root(v);
     f.correction *= m_unit;
@@ -130,7 +130,7 @@ static void load_block_weights(LambQuantBlock *block, const int type) {
     if (block->n % LANES) block->x = padded(block->x_buffer, block->x, block->n * 4, sizeof block->x_buffer);
 }
 
-FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, const LambReals *f) {
+FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, const LambFloats *f) {
     if (block->type == BFLOAT16) {
         block->g = (const uint16_t *)b->grad + block->start;
         return;
@@ -141,7 +141,7 @@ FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, co
 }
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
-FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block, LambReals f) {
+FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block, LambFloats f) {
     const LayerRow *row = block->row;
     const float m_unit = scale_of(form, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(CODEC_UNSIGNED, row->exp_avg_sq_scale[block->scale]).unit;
@@ -165,12 +165,12 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type,
 }
 
 /* The dither of a block's elements, which are consecutive in the whole tensor, too. */
-static inline LaneWords block_dither(const LambQuantBlock *block, const LambReals f) {
+static inline LaneWords block_dither(const LambQuantBlock *block, const LambFloats f) {
     return counted(f.dither + (uint32_t)block->start * DITHER_STRIDE, DITHER_STRIDE);
 }
 
 /* Stores the codes of v, replaces v by the numbers that these stand for, and m by its ratio to the root of v. */
-static void divide(LambQuantBlock *block, const LambReals f) {
+static void divide(LambQuantBlock *block, const LambFloats f) {
     const float v_root_unit = sqrtf(block->v_scale.unit);
     LaneWords dither = block_dither(block, f), top = {0};
     for (int i = 0; i < block->n; i += LANES) {
@@ -187,7 +187,7 @@ static void divide(LambQuantBlock *block, const LambReals f) {
 
 /* Stores the moments' codes, and computes u from the numbers that these stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, LambQuantBlock *block,
-                                     const LambReals f, LambLaneSums *sums) {
+                                     const LambFloats f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;
     const float v_root_unit = sqrtf(v_scale.unit);
     void *m_codes = block->m_codes, *v_codes = block->v_codes;
@@ -210,7 +210,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
 }
 
 /* Stores the moments and computes u. */
-static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSums *sums) {
+static void store_moments(LambQuantBlock *block, const LambFloats *f, LambLaneSums *sums) {
     const LayerRow *row = block->row;
     make_ready(block->v, block->n, &block->v_scale);
     if (row->state_type == INT4) divide(block, *f);
@@ -227,7 +227,7 @@ static void store_moments(LambQuantBlock *block, const LambReals *f, LambLaneSum
 
 /* Computes u from the stored moments. */
 FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, LambQuantBlock *block,
-                                     const LambReals f) {
+                                     const LambFloats f) {
     const float m_unit = scale_of(form, block->row->exp_avg_scale[block->scale]).unit;
     const float v_root_unit = sqrtf(scale_of(CODEC_UNSIGNED, block->row->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
@@ -237,7 +237,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, 
 }
 
 /* Updates x from u. */
-static void apply_update(const LambReals f, float step, LambQuantBlock *block, const float *restrict stored) {
+static void apply_update(const LambFloats f, float step, LambQuantBlock *block, const float *restrict stored) {
     const Weights *w = &block->row->weights;
     if (is_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
@@ -257,19 +257,19 @@ static void apply_update(const LambReals f, float step, LambQuantBlock *block, c
 /* ---- chunks ---------------------------------------------------------------------------------------------- */
 
 /* The type of x and g in a block, as `LambQuantBlock.type`. */
-static int type_of(const LayerChunk *b, const LambReals *f) {
+static int type_of(const LayerChunk *b, const LambFloats *f) {
     return all_in_bfloat16(b) && f->l2 == 0 ? BFLOAT16 : FLOAT32;
 }
 
 /* Computes the u of a block again, from weights that have not changed. */
-static void load_block_update(LambQuantBlock *block, const LambReals *f, const int type) {
+static void load_block_update(LambQuantBlock *block, const LambFloats *f, const int type) {
     load_block_codes(block);
     load_block_weights(block, type);
     FOR_FORMS(block, update_as, *f);
 }
 
 /* Computes the sums again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
+static LayerSums careful_sums(const LayerChunk *b, const LambFloats *f) {
     LayerSums sums = {0};
     LambQuantBlock block;
     EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
@@ -285,7 +285,7 @@ static LayerSums careful_sums(const LayerChunk *b, const LambReals *f) {
 
 /* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
  * codes of a block depend on its scales: this saves 4% of the time. */
-static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float *step, float *update) {
+static LayerSums step_block(const LayerChunk *b, const LambFloats *f, const float *step, float *update) {
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}};
@@ -311,18 +311,18 @@ static LayerSums step_block(const LayerChunk *b, const LambReals *f, const float
 }
 
 static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
-    const LambReals f = reals_of(factors);
+    const LambFloats f = floats_of(factors);
     return step_block(b, &f, NULL, update);
 }
 
 static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
-    const LambReals f = reals_of(factors);
+    const LambFloats f = floats_of(factors);
     const float size = (float)step;
     return step_block(b, &f, &size, NULL);
 }
 
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
-    const LambReals f = reals_of(factors);
+    const LambFloats f = floats_of(factors);
     const float *stored = update;
     const int type = is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32; /* gradients are not read */
     LambQuantBlock block;

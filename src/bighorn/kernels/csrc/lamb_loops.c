@@ -1,6 +1,6 @@
 /* The arithmetic of a LAMB step whose moments are floats, in float32. Data of float32 and bfloat16 are
  * read and written in place. */
-#define Value real
+#define Value float
 #define MULTIPLY_ADD FMA
 #define EACH(factor) (factor)
 #include "lamb_rule.h"
@@ -11,7 +11,7 @@ enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or as those of float32 masters. The loop
  * for the latter adds up squares in another order than that for float32 gradients, so that it is used where x does not
  * depend on the sums. */
-static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
+static int has_bfloat16_grads(const LayerChunk *b, const LambFloats *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
     const int has_masters =
         w->type == FLOAT32 && used_in_place(w) && b->row->state_type == FLOAT32 && b->gradient->type == BFLOAT16;
@@ -19,40 +19,40 @@ static int has_bfloat16_grads(const LayerChunk *b, const LambReals *f, const enu
 }
 
 /* Returns the elements of a piece: all of a chunk if no data are copied. */
-static int piece_of(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after) {
+static int piece_of(const LayerChunk *b, const LambFloats *f, const enum LambUpdateUse after) {
     return has_bfloat16_grads(b, f, after) ? CHUNK_ELEMS : f->l2 == 0 ? layer_piece(b) : PIECE_ELEMS;
 }
 
-/* Returns the gradient of a piece, with the decay, in the type of the arithmetic. */
-FORCE_INLINE const real *decayed_piece(const LambReals *f, const LayerPiece *p) {
-    const real *g = piece_grad(p);
+/* Returns the gradient of a piece, with the decay, in float32. */
+FORCE_INLINE const float *decayed_piece(const LambFloats *f, const LayerPiece *p) {
+    const float *g = piece_grad(p);
     return p->x_type == FLOAT32 ? decayed_grad(f, FLOAT32, p->n, g, p->x, p->buffers->g)
                                 : decayed_grad(f, BFLOAT16, p->n, g, p->x, p->buffers->g);
 }
 
 /* Updates the moments of one element, and returns u. */
-FORCE_INLINE_TEMPLATE real step_one(const LambReals f, const int g_type, const int state_type, real g, real x, real *m,
-                                    real *v) {
-    real grad = f.scale * g;
+FORCE_INLINE_TEMPLATE float step_one(const LambFloats f, const int g_type, const int state_type, float g, float x,
+                                     float *m, float *v) {
+    float grad = f.scale * g;
     *m = rounded(state_type, g_type, next_m(f, *m, grad));
     *v = rounded(state_type, g_type, next_v(f, *v, grad));
     return update_of(f, x, *m, sqrtf(*v), 1);
 }
 
 /* One loop per combination of the compile-time constants: types, and the use of u. */
-FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const enum LambUpdateUse after, const int x_type,
-                                          const int g_type, const int state_type, real step, int n,
+FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFloats f, const enum LambUpdateUse after, const int x_type,
+                                          const int g_type, const int state_type, float step, int n,
                                           const void *restrict g, void *restrict m, void *restrict v, void *restrict x,
-                                          real *restrict stored) {
+                                          float *restrict stored) {
     LayerSums sums = {0};
     for (int start = 0, end; start < n; start = end) {
-        real weight = 0, update = 0;
-        end = n - start < REAL_SUM_ELEMS ? n : start + REAL_SUM_ELEMS;
+        float weight = 0, update = 0;
+        end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            real old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
-                 new_v = load_element(state_type, v, i);
-            real new_u = step_one(f, g_type, state_type, load_element(g_type, g, i), old_x, &new_m, &new_v);
+            float old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
+                  new_v = load_element(state_type, v, i);
+            float new_u = step_one(f, g_type, state_type, load_element(g_type, g, i), old_x, &new_m, &new_v);
             store_element(state_type, m, i, new_m);
             store_element(state_type, v, i, new_v);
             weight = FMA(old_x, old_x, weight);
@@ -68,22 +68,22 @@ FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambReals f, const enum LambUpda
 
 /* The same for pairs of bfloat16, n / 2 of them. In `stored`, the first elements of all pairs come before the
  * second ones. */
-FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const enum LambUpdateUse after, const int g_type,
-                                           real step, int n, const void *restrict g, Bfloat16Pair *restrict m,
-                                           Bfloat16Pair *restrict v, Bfloat16Pair *restrict x, real *restrict stored) {
+FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFloats f, const enum LambUpdateUse after, const int g_type,
+                                           float step, int n, const void *restrict g, Bfloat16Pair *restrict m,
+                                           Bfloat16Pair *restrict v, Bfloat16Pair *restrict x, float *restrict stored) {
     const int half = n / 2;
     LayerSums sums = {0};
     for (int start = 0, end; start < half; start = end) {
-        real weight = 0, update = 0;
-        end = half - start < REAL_SUM_ELEMS / 2 ? half : start + REAL_SUM_ELEMS / 2;
+        float weight = 0, update = 0;
+        end = half - start < FLOAT_SUM_ELEMS / 2 ? half : start + FLOAT_SUM_ELEMS / 2;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            real g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
-            real g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
-            real x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
-            real x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
-            real u1 = step_one(f, g_type, BFLOAT16, g1, x1, &m1, &v1);
-            real u2 = step_one(f, g_type, BFLOAT16, g2, x2, &m2, &v2);
+            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
+            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
+            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
+            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
+            float u1 = step_one(f, g_type, BFLOAT16, g1, x1, &m1, &v1);
+            float u2 = step_one(f, g_type, BFLOAT16, g2, x2, &m2, &v2);
             m[i] = pair_of(m1, m2);
             v[i] = pair_of(v1, v2);
             weight = FMA(x1, x1, FMA(x2, x2, weight));
@@ -103,10 +103,10 @@ FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambReals f, const enum LambUpd
 }
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
-static LayerSums careful_sums(const LambReals f, const LayerPiece *p) {
+static LayerSums careful_sums(const LambFloats f, const LayerPiece *p) {
     LayerSums sums = {0};
     for (int i = 0; i < p->n; i++) {
-        const real x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
+        const float x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
         const double u = update_of(f, x, m, sqrtf(load_element(p->state_type, p->v, i)), 1);
         add_sums(&sums, (LayerSums){(double)x * x, u * u});
     }
@@ -117,8 +117,8 @@ static LayerSums careful_sums(const LambReals f, const LayerPiece *p) {
     step_loop(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored)
 #define STEP_PAIRS(g_type) step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored)
 
-FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambReals *f, const enum LambUpdateUse after,
-                                           real step, real *stored) {
+FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambFloats *f, const enum LambUpdateUse after,
+                                           float step, float *stored) {
     const LayerChunk *b = p->chunk;
     const int half = has_bfloat16_grads(b, f, after);
     const void *g = half ? at((void *)b->grad, BFLOAT16, p->start) : (const void *)decayed_piece(f, p);
@@ -139,71 +139,71 @@ FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambReals 
     return sums;
 }
 
-FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambReals *f, const enum LambUpdateUse after,
-                                           real step, real *update) {
+FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambFloats *f, const enum LambUpdateUse after,
+                                           float step, float *update) {
     LayerSums sums = {0};
     LayerBuffers buffers;
     EACH_PIECE(p, b, piece_of(b, f, after), &buffers) {
-        real *stored = after == UPDATE_KEEP ? update + (p.start - b->start) : NULL;
+        float *stored = after == UPDATE_KEEP ? update + (p.start - b->start) : NULL;
         add_sums(&sums, step_piece(&p, f, after, step, stored));
     }
     return sums;
 }
 
 static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
-    const LambReals f = reals_of(factors);
+    const LambFloats f = floats_of(factors);
     return update ? step_chunk(b, &f, UPDATE_KEEP, 0, update) : step_chunk(b, &f, UPDATE_FORGET, 0, NULL);
 }
 
 static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
-    const LambReals f = reals_of(factors);
-    return step_chunk(b, &f, UPDATE_APPLY, (real)step, NULL);
+    const LambFloats f = floats_of(factors);
+    return step_chunk(b, &f, UPDATE_APPLY, (float)step, NULL);
 }
 
 /* Returns u: what is stored, or computed from the moments. */
-FORCE_INLINE_TEMPLATE real update_again(const LambReals f, const real *stored, int i, real x, real m, real v) {
+FORCE_INLINE_TEMPLATE float update_again(const LambFloats f, const float *stored, int i, float x, float m, float v) {
     return stored ? stored[i] : update_of(f, x, m, sqrtf(v), 1);
 }
 
-FORCE_INLINE_TEMPLATE void apply_loop(const LambReals f, const int x_type, const int state_type, real step, int n,
-                                      const real *restrict stored, const void *restrict m, const void *restrict v,
+FORCE_INLINE_TEMPLATE void apply_loop(const LambFloats f, const int x_type, const int state_type, float step, int n,
+                                      const float *restrict stored, const void *restrict m, const void *restrict v,
                                       void *restrict x) {
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        real old_x = load_element(x_type, x, i);
-        real old_m = stored ? 0 : load_element(state_type, m, i), old_v = stored ? 0 : load_element(state_type, v, i);
-        real u = update_again(f, stored, i, old_x, old_m, old_v);
+        float old_x = load_element(x_type, x, i);
+        float old_m = stored ? 0 : load_element(state_type, m, i), old_v = stored ? 0 : load_element(state_type, v, i);
+        float u = update_again(f, stored, i, old_x, old_m, old_v);
         store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, u)));
     }
 }
 
 /* The same for pairs of bfloat16, with `stored` in the order of `step_pairs`. */
-FORCE_INLINE_TEMPLATE void apply_pairs(const LambReals f, real step, int n, const real *restrict stored,
+FORCE_INLINE_TEMPLATE void apply_pairs(const LambFloats f, float step, int n, const float *restrict stored,
                                        const Bfloat16Pair *restrict m, const Bfloat16Pair *restrict v,
                                        Bfloat16Pair *restrict x) {
     const int half = n / 2;
 #pragma omp simd
     for (int i = 0; i < half; i++) {
         const Bfloat16Pair old_m = stored ? 0 : m[i], old_v = stored ? 0 : v[i];
-        real x1 = low(x[i]), u1 = update_again(f, stored, i, x1, low(old_m), low(old_v));
-        real x2 = high(x[i]), u2 = update_again(f, stored, half + i, x2, high(old_m), high(old_v));
+        float x1 = low(x[i]), u1 = update_again(f, stored, i, x1, low(old_m), low(old_v));
+        float x2 = high(x[i]), u2 = update_again(f, stored, half + i, x2, high(old_m), high(old_v));
         x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
     }
     if (n % 2) apply_loop(f, BFLOAT16, BFLOAT16, step, 1, stored ? stored + n - 1 : NULL, m + half, v + half, x + half);
 }
 
-#define APPLY_LOOP(x_type, state_type)                                                    \
-    (stored ? apply_loop(f, x_type, state_type, (real)step, p.n, stored, NULL, NULL, p.x) \
-            : apply_loop(f, x_type, state_type, (real)step, p.n, NULL, p.m, p.v, p.x))
-#define APPLY_PAIRS(x_type, state_type)                                \
-    (stored ? apply_pairs(f, (real)step, p.n, stored, NULL, NULL, p.x) \
-            : apply_pairs(f, (real)step, p.n, NULL, p.m, p.v, p.x))
+#define APPLY_LOOP(x_type, state_type)                                                     \
+    (stored ? apply_loop(f, x_type, state_type, (float)step, p.n, stored, NULL, NULL, p.x) \
+            : apply_loop(f, x_type, state_type, (float)step, p.n, NULL, p.m, p.v, p.x))
+#define APPLY_PAIRS(x_type, state_type)                                 \
+    (stored ? apply_pairs(f, (float)step, p.n, stored, NULL, NULL, p.x) \
+            : apply_pairs(f, (float)step, p.n, NULL, p.m, p.v, p.x))
 
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
-    const LambReals f = reals_of(factors);
+    const LambFloats f = floats_of(factors);
     LayerBuffers buffers;
     EACH_PIECE(p, b, piece_of(b, &f, UPDATE_FORGET), &buffers) {
-        const real *stored = update ? (const real *)update + (p.start - b->start) : NULL;
+        const float *stored = update ? (const float *)update + (p.start - b->start) : NULL;
         FOR_LAYER_TYPES(p, APPLY_LOOP, APPLY_PAIRS);
         store_piece(&p, f.rng_key);
     }

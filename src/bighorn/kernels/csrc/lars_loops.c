@@ -4,20 +4,20 @@
 
 /* Adds the decay to a gradient. A decay of 0 is not added, so that a weight that is not finite leaves the momentum as
  * it is. */
-FORCE_INLINE_TEMPLATE real decayed(const int decays, real decay, real grad, real x) {
+FORCE_INLINE_TEMPLATE float decayed(const int decays, float decay, float grad, float x) {
     return decays ? FMA(decay, x, grad) : grad; /* LARS-u, without its factor */
 }
 
 FORCE_INLINE_TEMPLATE LayerSums norms_loop(const LarsFactors *f, const int x_type, const int decays, int n,
-                                           const real *restrict g, const void *restrict x) {
-    const real scale = (real)f->grad_scale, decay = (real)f->norm_decay;
+                                           const float *restrict g, const void *restrict x) {
+    const float scale = (float)f->grad_scale, decay = (float)f->norm_decay;
     LayerSums sums = {0};
     for (int start = 0, end; start < n; start = end) {
-        real weight = 0, update = 0;
-        end = n - start < REAL_SUM_ELEMS ? n : start + REAL_SUM_ELEMS;
+        float weight = 0, update = 0;
+        end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
 #pragma omp simd reduction(+ : weight, update)
         for (int i = start; i < end; i++) {
-            const real old_x = load_element(x_type, x, i), u = decayed(decays, decay, scale * g[i], old_x);
+            const float old_x = load_element(x_type, x, i), u = decayed(decays, decay, scale * g[i], old_x);
             weight = FMA(old_x, old_x, weight);
             update = FMA(u, u, update);
         }
@@ -34,15 +34,15 @@ FORCE_INLINE_TEMPLATE LayerSums norms_loop(const LarsFactors *f, const int x_typ
 }
 
 FORCE_INLINE_TEMPLATE void apply_loop(const LarsFactors *f, const int x_type, const int state_type, const int decays,
-                                      int n, const real *restrict g, void *restrict m, void *restrict x) {
-    const real scale = (real)f->grad_scale, decay = (real)f->weight_decay, before = (real)f->before;
-    const real momentum = (real)f->momentum, after_u = (real)f->after_u, after_m = (real)f->after_m;
+                                      int n, const float *restrict g, void *restrict m, void *restrict x) {
+    const float scale = (float)f->grad_scale, decay = (float)f->weight_decay, before = (float)f->before;
+    const float momentum = (float)f->momentum, after_u = (float)f->after_u, after_m = (float)f->after_m;
 #pragma omp simd
     for (int i = 0; i < n; i++) {
-        const real old_x = load_element(x_type, x, i), u = before * decayed(decays, decay, scale * g[i], old_x);
-        const real new_m = rounded(state_type, FLOAT32, FMA(momentum, load_element(state_type, m, i), u)); /* LARS-m */
+        const float old_x = load_element(x_type, x, i), u = before * decayed(decays, decay, scale * g[i], old_x);
+        const float new_m = rounded(state_type, FLOAT32, FMA(momentum, load_element(state_type, m, i), u)); /* LARS-m */
         store_element(state_type, m, i, new_m);
-        const real new_x = FMA(-after_m, new_m, FMA(-after_u, u, old_x)); /* LARS-x */
+        const float new_x = FMA(-after_m, new_m, FMA(-after_u, u, old_x)); /* LARS-x */
         store_element(x_type, x, i, rounded(x_type, FLOAT32, new_x));
     }
 }
@@ -54,7 +54,7 @@ static LayerSums norms(const LayerChunk *b, const LarsFactors *f) {
     LayerSums sums = {0};
     LayerBuffers buffers;
     EACH_PIECE(p, b, layer_piece(b), &buffers) {
-        const real *g = piece_grad(&p);
+        const float *g = piece_grad(&p);
         add_sums(&sums, p.x_type == BFLOAT16 ? NORMS_LOOP(BFLOAT16) : NORMS_LOOP(FLOAT32));
     }
     return sums;
@@ -67,7 +67,7 @@ static LayerSums norms(const LayerChunk *b, const LarsFactors *f) {
 static void apply(const LayerChunk *b, const LarsFactors *f) {
     LayerBuffers buffers;
     EACH_PIECE(p, b, layer_piece(b), &buffers) {
-        const real *g = piece_grad(&p);
+        const float *g = piece_grad(&p);
         FOR_LAYER_TYPES(p, APPLY_LOOP, APPLY_LOOP);
         store_piece(&p, f->rng_key);
     }

@@ -6,15 +6,15 @@
 #include "layerwise.h"
 #include "rounding.h"
 
-/* Elements whose squares are added up in the type of the arithmetic: 64 for each lane. The sums of more that are of one
+/* Elements whose squares are added up in float32: 64 for each lane. The sums of more that are of one
  * size are rounded in one direction, by more than the 1e-7 that rounding leaves otherwise. */
 #if defined(__SANITIZE_ADDRESS__)
-enum { REAL_SUM_ELEMS = 64 }; /* these loops are not vectorized */
+enum { FLOAT_SUM_ELEMS = 64 }; /* these loops are not vectorized */
 #else
-enum { REAL_SUM_ELEMS = 64 * SUM_LANES };
+enum { FLOAT_SUM_ELEMS = 64 * SUM_LANES };
 #endif
 
-/* Whether a sum of squares in the type of the arithmetic is accurate. */
+/* Whether a sum of squares in float32 is accurate. */
 static inline int in_range(double sum) { return sum > 1e-24 && sum < 1e30; }
 
 /* Whether weights are bfloat16 that can be used in place. */
@@ -34,7 +34,7 @@ static inline int layer_piece(const LayerChunk *b) {
 
 /* Memory of a thread for pieces that are not used in place. */
 typedef struct {
-    real x[PIECE_ELEMS], g[PIECE_ELEMS];
+    float x[PIECE_ELEMS], g[PIECE_ELEMS];
 } LayerBuffers;
 
 /* A piece of a chunk: elements [start, start + n) of the row. Moments are used in place, and so are weights that
@@ -65,8 +65,8 @@ FORCE_INLINE bool next_piece(LayerPiece *p, int most) {
 #define EACH_PIECE(p, b, most, memory) \
     for (LayerPiece p = {.chunk = (b), .buffers = (memory), .start = (b)->start}; next_piece(&(p), most);)
 
-/* Returns the gradient of a piece in the type of the arithmetic. */
-FORCE_INLINE const real *piece_grad(const LayerPiece *p) {
+/* Returns the gradient of a piece in float32. */
+FORCE_INLINE const float *piece_grad(const LayerPiece *p) {
     return read_grad(p->chunk->gradient, p->chunk->grad, p->start, p->n, p->buffers->g);
 }
 

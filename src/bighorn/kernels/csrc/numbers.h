@@ -1,7 +1,7 @@
 /* Dtypes and arithmetic that all loops share, compiled once per instruction set.
  *
- * All arithmetic is in `real`. bfloat16 can be widened and rounded in registers, other dtypes in a buffer for a piece
- * that stays in the first-level cache. So each line of mathematics is written once for all dtypes. */
+ * All arithmetic on elements is in float32. bfloat16 can be widened and rounded in registers, other dtypes in a buffer
+ * for a piece that stays in the first-level cache. So each line of mathematics is written once for all dtypes. */
 #ifndef BIGHORN_NUMBERS_H
 #define BIGHORN_NUMBERS_H
 
@@ -70,7 +70,7 @@ static inline uint16_t to_float16(float value) {
     return (uint16_t)(sign | (rest > 0x7f800000u ? 0x7e00u : half));
 }
 
-static inline void widen_float16(const uint16_t *restrict in, int n, real *restrict out) {
+static inline void widen_float16(const uint16_t *restrict in, int n, float *restrict out) {
     int i = 0;
 #if defined(__F16C__)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
@@ -78,7 +78,7 @@ static inline void widen_float16(const uint16_t *restrict in, int n, real *restr
     for (; i < n; i++) out[i] = from_float16(in[i]);
 }
 
-static inline void narrow_float16(const real *restrict in, int n, uint16_t *restrict out) {
+static inline void narrow_float16(const float *restrict in, int n, uint16_t *restrict out) {
     int i = 0;
 #if defined(__F16C__)
     for (; i + 8 <= n; i += 8)
@@ -87,10 +87,10 @@ static inline void narrow_float16(const real *restrict in, int n, uint16_t *rest
     for (; i < n; i++) out[i] = to_float16((float)in[i]);
 }
 
-/* Returns elements in the type of the arithmetic: in offset if they have it, other dtypes copied into the buffer. */
-static inline real *widen(const void *data, int type, int64_t start, int n, real *restrict buffer) {
+/* Returns elements in float32: a pointer into `data` if that is their type, else a copy in `buffer`. */
+static inline float *widen(const void *data, int type, int64_t start, int n, float *restrict buffer) {
     const uint16_t *half = (const uint16_t *)data + start;
-    if (type == FLOAT32) return (real *)data + start;
+    if (type == FLOAT32) return (float *)data + start;
     if (type == FLOAT16) {
         widen_float16(half, n, buffer);
     } else {
@@ -100,8 +100,8 @@ static inline real *widen(const void *data, int type, int64_t start, int n, real
     return buffer;
 }
 
-/* Stores values, rounded to the nearest. Those that keep their type are in offset already, so nothing is copied. */
-static inline void narrow(const real *restrict values, int n, void *data, int type, int64_t start) {
+/* Stores values, rounded to the nearest; those of float32 are in `data` already. */
+static inline void narrow(const float *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
     if (type == FLOAT32) return;
     if (type == FLOAT16) {
@@ -118,17 +118,17 @@ FORCE_INLINE_TEMPLATE void *at(const void *data, const int type, int64_t start) 
     return (char *)data + start * (type == FLOAT32 ? 4 : 2);
 }
 
-FORCE_INLINE_TEMPLATE real load_element(const int type, const void *data, int i) {
+FORCE_INLINE_TEMPLATE float load_element(const int type, const void *data, int i) {
     return type == FLOAT32 ? ((const float *)data)[i] : from_bits((uint32_t)((const uint16_t *)data)[i] << 16);
 }
 
 /* Rounds a value to the dtype `type`; `from` is the dtype of the data that the value was computed from. */
-FORCE_INLINE_TEMPLATE real rounded(const int type, const int from, real value) {
+FORCE_INLINE_TEMPLATE float rounded(const int type, const int from, float value) {
     return type == FLOAT32 ? value : round_bfloat16(value, from != BFLOAT16);
 }
 
 /* Stores a rounded value. */
-FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real value) {
+FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, float value) {
     if (type == FLOAT32) ((float *)data)[i] = value;
     else ((uint16_t *)data)[i] = (uint16_t)(to_bits(value) >> 16);
 }
@@ -138,16 +138,16 @@ FORCE_INLINE_TEMPLATE void store_element(const int type, void *data, int i, real
 /* A loop over short rows keeps a sum for each lane of a vector. GCC 12 adds up the lanes of `omp simd reduction` one
  * after the other, which takes longer than a row of 64 elements. */
 #if defined(__AVX512F__)
-enum { SUM_LANES = 64 / sizeof(real) };
+enum { SUM_LANES = 64 / sizeof(float) };
 #elif defined(__AVX2__)
-enum { SUM_LANES = 32 / sizeof(real) };
+enum { SUM_LANES = 32 / sizeof(float) };
 #else
 enum { SUM_LANES = 4 };
 #endif
 
-typedef real FourSums __attribute__((vector_size(4 * sizeof(real))));
+typedef float FourSums __attribute__((vector_size(4 * sizeof(float))));
 
-FORCE_INLINE real sum_of_lanes(const real *lanes) {
+FORCE_INLINE float sum_of_lanes(const float *lanes) {
     FourSums sums = {0}, more;
     for (int i = 0; i < SUM_LANES; i += 4) {
         memcpy(&more, lanes + i, sizeof more);

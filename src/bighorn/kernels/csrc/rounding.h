@@ -120,7 +120,7 @@ FORCE_INLINE_TEMPLATE float with_master(const int type, float near, float master
 /* ---- pieces ---------------------------------------------------------------------------------------------- */
 
 FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, const uint16_t *restrict x, int64_t start,
-                                       int n, real *restrict out) {
+                                       int n, float *restrict out) {
     const int16_t *restrict lost = (const int16_t *)w->aux + start;
     const int8_t *restrict units = (const int8_t *)w->aux + start;
     const float *restrict master = (const float *)w->aux + start;
@@ -140,7 +140,7 @@ FORCE_INLINE_TEMPLATE void read_halves(const int type, const Weights *w, const u
 }
 
 FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32_t rng_key, uint16_t *restrict x,
-                                        int64_t start, int n, const real *restrict values) {
+                                        int64_t start, int n, const float *restrict values) {
     int16_t *restrict lost = (int16_t *)w->aux + start;
     int8_t *restrict units = (int8_t *)w->aux + start;
     if (w->rounding == ROUND_KAHAN) {
@@ -165,13 +165,14 @@ FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32
 }
 
 /* Reads weights of another type than that of the arithmetic. */
-static inline void read_stored(const Weights *w, const void *x, int64_t start, int n, real *buffer) {
+static inline void read_stored(const Weights *w, const void *x, int64_t start, int n, float *buffer) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC) widen(x, w->type, 0, n, buffer);
     else if (w->type == BFLOAT16) read_halves(BFLOAT16, w, x, start, n, buffer);
     else read_halves(FLOAT16, w, x, start, n, buffer);
 }
 
-static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int64_t start, int n, const real *values) {
+static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int64_t start, int n,
+                                const float *values) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_MASTER) narrow(values, n, x, w->type, 0);
     else if (w->type == BFLOAT16) write_halves(BFLOAT16, w, rng_key, x, start, n, values);
     else write_halves(FLOAT16, w, rng_key, x, start, n, values);
@@ -179,16 +180,16 @@ static inline void write_stored(const Weights *w, uint32_t rng_key, void *x, int
 
 /* Returns the values that weights [start, start + n) stand for, a piece at most: in place if they are float32, else in
  * the buffer. */
-static inline real *read_weights(const Weights *w, int64_t start, int n, real *buffer) {
-    if (w->type == FLOAT32) return (real *)w->data + start;
+static inline float *read_weights(const Weights *w, int64_t start, int n, float *buffer) {
+    if (w->type == FLOAT32) return (float *)w->data + start;
     read_stored(w, at(w->data, w->type, start), start, n, buffer);
     return buffer;
 }
 
 /* Stores values that `read_weights` returned and that were changed since; `rng_key` is from `rng_key_at`. */
-static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, real *values) {
+static inline void write_weights(const Weights *w, uint32_t rng_key, int64_t start, int n, float *values) {
     write_stored(w, rng_key, at(w->data, w->type, start), start, n, values);
-    if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(real));
+    if (w->rounding == ROUND_MASTER) memcpy((float *)w->aux + start, values, (size_t)n * sizeof(float));
 }
 
 #endif

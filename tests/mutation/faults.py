@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "a conversion of blocks",
         "bighorn/optim/state.py",
-        "(old is new and scales.dim() ==",
-        "(old is new or scales.dim() ==",
+        "if old is new and scales.dim() ==",
+        "if old is new or scales.dim() ==",
         "tests/contract/test_checkpoints.py tests/precision/test_precision.py",
     ),
     Fault(

@@ -26,9 +26,6 @@ from bighorn.kernels.arithmetic import bits_as, with_signs
 BLOCK = 256
 TOP = 127
 
-CODES = (torch.int8, torch.uint8)
-"""The dtypes of codes."""
-
 
 Dither = Tensor | int
 """The offset that is added to a code, in 2^-16ths, before it is rounded down: evenly spread from 0 to 2^16 - 1, or

@@ -185,10 +185,9 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
         new = codec.form_of(name, spec)
         if isinstance(scales, Tensor):
             old = codec.form_of(name, state)
-            packed = old is not None and old.packed
-            whole = shape if packed else values.shape
-            _check_codes(name, values, scales, whole, packed, what)
-            if old is None or (old is new and scales.dim() == spec[f"{name}_scale"].dim()):
+            whole = shape if old is not None and old.packed else values.shape
+            _check_codes(name, values, scales, whole, old, what)
+            if old is new and scales.dim() == spec[f"{name}_scale"].dim():
                 continue
             values = out[name] = codec.dequantize(name, state, whole)
             del out[f"{name}_scale"]
@@ -206,16 +205,18 @@ COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", 
 """The dtypes of compensations, which are converted into each other."""
 
 
-def _check_codes(name: str, values: Tensor, scales: Tensor, shape: torch.Size, packed: bool, what: str) -> None:
+def _check_codes(
+    name: str, values: Tensor, scales: Tensor, shape: torch.Size, form: codec.Form | None, what: str
+) -> None:
     """Raise unless these are the codes of a moment of a shape, and the scales of their blocks."""
+    if form is None:
+        raise ValueError(
+            f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which its codes never have: it "
+            "is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
+        )
     leading = max(scales.dim() - 1, 1)
     expected = codec.scales_shape(shape, leading)
-    codes = (*shape[:leading], shape[leading:].numel() // 2) if packed else shape
-    if values.dtype not in codec.CODES:
-        raise ValueError(
-            f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which no codes have: it is "
-            "damaged. Load another checkpoint, or drop optimizer.state of this parameter"
-        )
+    codes = (*shape[:leading], shape[leading:].numel() // 2) if form.packed else shape
     if scales.shape != expected or values.shape != codes:
         raise ValueError(
             f"state {name!r} of {what} has codes of shape {tuple(values.shape)}, and scales of shape "

@@ -126,12 +126,12 @@ class Entry:
     def copy_in(self) -> None:
         """Copy the parameter to its dense copy, if it has one."""
         if self.dense is not self.view:
-            self.dense.copy_(self.view)
+            copy(self.dense, self.view)
 
     def copy_out(self) -> None:
         """Copy the dense copy, if there is one, to the parameter."""
         if self.dense is not self.view:
-            self.view.copy_(self.dense)
+            copy(self.view, self.dense)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Entry:
         """Copy the gradient, which is there now, if kernels cannot read it where it is."""
         if self.arriving is not None:
             memory, grad = self.arriving
-            memory.copy_(grad)
+            copy(memory, grad)
             self.arriving = None
 
     @cached_property
@@ -223,6 +223,12 @@ class Entry:
 def real(grad: Tensor) -> Tensor:
     """Return a complex gradient as a real one, and without a bit that negates or conjugates it."""
     return real_view(grad.resolve_conj()).resolve_neg()
+
+
+def copy(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor in the memory order of its copy, which otherwise takes up to 4 times as long (torch 2.13)."""
+    order = sorted(range(to.dim()), key=to.stride, reverse=True)
+    to.permute(order).copy_(source.permute(order))
 
 
 def transposed(grad: Tensor) -> Tensor:

@@ -187,6 +187,7 @@ def _warn_of(slowness: str) -> None:
 def unsupported_reason(
     name: str, param: Tensor, options: KernelOptions, shard: Shard | None, solid: bool
 ) -> str | None:
+    """The reason why a backend cannot serve a tensor, or a shard, or None; the arguments are those of `pick`."""
     served = kernel(name, options.algorithm)
     if served is None:
         return f"it has no kernels for {options.algorithm}"

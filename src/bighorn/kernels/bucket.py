@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import torch
@@ -209,27 +209,6 @@ class Bucket(Generic[Options]):
         """Return `grads` and their addresses, if they are not known."""
         grads = self.grads
         return grads, [0 if grad is None else grad.data_ptr() for grad in grads]
-
-    def with_grad(self) -> Bucket[Options]:
-        """Return the rows that have a gradient, with copies of their metrics; the bucket itself if these are all."""
-        rows = rows_with_grad(self.grads)
-        if len(rows) == len(self.params):
-            return self
-
-        def of(values: list[Any]) -> list[Any]:
-            return [values[i] for i in rows] if values else values
-
-        return replace(
-            self,
-            params=of(self.params),
-            state={name: of(tensors) for name, tensors in self.state.items()},
-            steps=of(self.steps),
-            metrics=torch.stack([self.metrics[i] for i in rows]) if rows else self.metrics[:0],
-            grads=of(self.grads),
-            shards=of(self.shards),
-            param_ids=of(self.param_ids),
-            row_offsets=of(self.row_offsets),
-        )
 
 
 def rows_with_grad(grads: list[Any]) -> list[int]:

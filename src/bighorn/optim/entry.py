@@ -62,7 +62,7 @@ class Entry:
     """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
     views: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
     """The functions that make a gradient one of `dense`, in this order."""
-    copies: torch.dtype | None = None
+    copy_dtype: torch.dtype | None = None
     """The dtype in which gradients are copied, if kernels cannot read them where they are; else None."""
     arriving: tuple[Tensor, Tensor] | None = None
     """The memory of this step's copy, and the gradient, which may not be there yet."""
@@ -151,12 +151,12 @@ class Entry:
         grad = self.viewed(grad)
         dtype = torch.float32 if grad.dtype == torch.float64 != self.dense.dtype else grad.dtype
         in_place = self.variant.centres or (same_layout(grad, self.dense) and dtype == grad.dtype)
-        self.copies = dtype if copies and not in_place else None
+        self.copy_dtype = dtype if copies and not in_place else None
 
     @property
     def direct(self) -> bool:
         """Whether the gradient is the row, and the parameter needs no copy."""
-        converted = self.views or self.copies is not None or self.variant.centres
+        converted = self.views or self.copy_dtype is not None or self.variant.centres
         return not (converted or self.stacked) and self.dense is self.view
 
     def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -166,8 +166,8 @@ class Entry:
         if self.variant.centres:
             return self.slices(self.centred_grad)
         grad = self.viewed(grad)
-        if self.copies is not None:
-            memory = torch.empty_strided(grad.shape, self.dense.stride(), dtype=self.copies, device=grad.device)
+        if self.copy_dtype is not None:
+            memory = torch.empty_strided(grad.shape, self.dense.stride(), dtype=self.copy_dtype, device=grad.device)
             self.arriving, grad = (memory, grad), memory
         return self.slices(grad)
 

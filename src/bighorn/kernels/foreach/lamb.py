@@ -67,7 +67,7 @@ class LambGroup(Group[LambOptions]):
         """Advance the moments. Return r, and for `cautious` 1 where it has the gradient's sign and 0 elsewhere."""
         o, (beta1, beta2) = self.bucket.options, self.bucket.options.betas
         decays = o.decay_mode == "l2" and o.weight_decay != 0
-        g = self.gradients(scale, copy=decays or apply_mask is not None)
+        g = self.gradients(scale, copy=decays or not (apply_mask is None or self.fuses))
         if decays:
             torch._foreach_add_(g, x, alpha=o.weight_decay)
         if self.fuses:

@@ -49,6 +49,7 @@ from bighorn.optim.step_options import (
     ScheduleStep,
     attach_all,
     attach_schedules,
+    other_groups,
     refuse_unread,
     value_at,
 )
@@ -104,8 +105,6 @@ class KernelOptimizer(Reports):
     """The first parameter of each group at the last step, by its `id`."""
     _groups: list[Group]
     """All groups, also while a framework has left only some of them in `param_groups`."""
-    _partial: dict[tuple[int, ...], Any]
-    """Optimizers that step some of the groups, by the indices of these."""
     _lock: threading.RLock
     """Held during a step."""
     _begun: BegunStep | None = None
@@ -201,7 +200,8 @@ class KernelOptimizer(Reports):
         self._scheduled.append(scheduled)
         self._flat.append(flat)
         self._given.append(list(group["params"]))
-        self._firsts, self._groups = self._first_ids(), self.param_groups
+        self._groups = self.param_groups
+        self._firsts = self._first_ids()
         self._forget_plans()
 
     # ---- the step -----------------------------------------------------------------------------------------
@@ -340,15 +340,13 @@ class KernelOptimizer(Reports):
         known: Callable[[], Tensor] | None = None,
     ) -> None:
         """Take one step, of all parameters together if there are no parts."""
-        if len(self.param_groups) != len(self._scheduled) and self._groups_step():
-            return
         begun, grad_scale, found_inf = self._begun, getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if begun is not None and found_inf is not None:
             raise RuntimeError(
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        settings, params = self._settings, self._params()
+        settings, params = self._settings, self._params(self.param_groups)
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
@@ -391,72 +389,64 @@ class KernelOptimizer(Reports):
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         earlier = list({id(plan): plan for plan in begun.plans.values()}.values()) if begun is not None else []
+        if len(self.param_groups) < len(self._groups):  # the plans of the other groups' last steps stay
+            stepped_now = {variant.group for plan in plans for variant in plan.variants()}
+            earlier = [plan for plan in self._last if stepped_now.isdisjoint(v.group for v in plan.variants())]
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
         self._begun = None
 
     # ---- the parts of a step ------------------------------------------------------------------------------
 
     def _first_ids(self) -> list[int]:
-        return [id(group["params"][0]) if group["params"] else 0 for group in self.param_groups]
+        return [id(group["params"][0]) if group["params"] else 0 for group in self._groups]
 
     def _notice_replaced(self) -> None:
         """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
+        if len(self.param_groups) == len(self._scheduled):
+            self._groups = self.param_groups
         firsts = self._first_ids()
         if firsts == self._firsts or len(firsts) != len(self._firsts):
             return
         flat, given = list(self._flat), list(self._given)
-        for index, group in enumerate(self.param_groups):
+        for index, group in enumerate(self._groups):
             if replaced(group, given[index]):
                 flat[index] = adopted(group, index, self._given, self.algorithm, self._settings)
                 given[index] = list(group["params"]) if flat[index] is None else given[index]
         self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
         self._forget_plans()
 
-    def _groups_step(self) -> bool:
-        """Take a step of the groups that `param_groups` has now; return False if it has others than were added."""
+    def _some_groups(self) -> list[int]:
+        """Return the indices of the groups that a framework has left in `param_groups`."""
         index_of = {id(group): index for index, group in enumerate(self._groups)}
-        indices = tuple(index_of.get(id(group), -1) for group in self.param_groups)
-        if self.param_groups is self._groups or -1 in indices:
-            return False
+        present = [index_of.get(id(group), -1) for group in self.param_groups]
+        if self.param_groups is self._groups or -1 in present:
+            raise ValueError(other_groups(self.param_groups, self._scheduled))
         if (option := self._settings.all_grads_option) is not None:
             raise ValueError(
-                f"{option} uses all gradients, and this step is of {len(indices)} of {len(self._groups)} groups, as "
+                f"{option} uses all gradients, and this step is of {len(present)} of {len(self._groups)} groups, as "
                 "DeepSpeed's ZeRO steps them: leave it out, and set gradient_clipping in DeepSpeed's configuration, "
                 "whose loss scaler skips overflows as well"
             )
-        if indices not in self._partial:
-            self._partial[indices] = self._of_groups(indices)
-        part = self._partial[indices]
-        part._step(None)
-        for here, index in enumerate(indices):
-            self._flat[index], self._given[index] = part._flat[here], part._given[here]
-        self._last = tuple(plan for each in self._partial.values() for plan in each._last)
-        return True
-
-    def _of_groups(self, indices: tuple[int, ...]) -> Any:
-        """Return an optimizer of some groups, which shares their options and state with this one."""
-        part = type(self).__new__(type(self))
-        part.__dict__.update(self.__dict__, _groups=self.param_groups, _agreed=False)
-        for name in ("_scheduled", "_flat", "_given", "_firsts"):
-            setattr(part, name, [getattr(self, name)[index] for index in indices])
-        part._forget()
-        return part
+        return present
 
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
-        attach_all(self.param_groups, self._scheduled, self.defaults, self.algorithm)
-        schedule = ScheduleStep(self.param_groups, self._scheduled)
+        groups, every = self._groups, range(len(self._scheduled))
+        present = every if len(self.param_groups) == len(every) else self._some_groups()
+        attach_all(groups, self._scheduled, self.defaults, self.algorithm)
+        schedule = ScheduleStep(self.param_groups, list(map(self._scheduled.__getitem__, present)))
         try:
             if not self._agreed:
-                refuse_unread(self.param_groups, self._scheduled, self.defaults)
-            if not self._guard.refresh(self.param_groups, self.defaults, self.algorithm, self._settings):
+                refuse_unread(groups, self._scheduled, self.defaults)
+            if not self._guard.refresh(groups, self.defaults, self.algorithm, self._settings):
                 self._forget_plans()
             if not self._agreed:
-                if any(self._flat) or sharding.any_distributed(self._params()):
-                    entries = self._entries(self.param_groups)
-                    check_agreement(entries, self.param_groups, self.algorithm.options, self._settings)
+                if any(self._flat) or sharding.any_distributed(self._params(groups)):
+                    check_agreement(self._entries(groups), groups, self.algorithm.options, self._settings)
                 self._agreed = True
+            if any(self._flat):
+                flat_tensors.check_grads(groups, self._flat, present)
         except BaseException:
             schedule.undo()
             raise
@@ -476,15 +466,14 @@ class KernelOptimizer(Reports):
 
         Every error that does not depend on the values of gradients is raised here, and leaves everything unchanged.
         """
-        begun, groups = schedule is not None, self.param_groups
+        begun = schedule is not None
         plans: list[StepPlan] = []
         built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
         schedule = schedule or self._begin()
+        groups = self._groups
         if not begun and (parts is not None or indices is not None):
-            self._plans.begin_parts(self._params())
+            self._plans.begin_parts(self._params(self.param_groups))
         try:
-            if any(self._flat):
-                flat_tensors.check_grads(self.param_groups, self._flat)
             divided = StepParams.of(params, self.state).divided(parts)
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
@@ -502,10 +491,11 @@ class KernelOptimizer(Reports):
                 schedule.undo()
             raise
         fresh = any(state and not self.state.get(param) for *_, states in built for param, state in states.items())
-        fresh = fresh and all(float(group["lr"]) == 0 for group in groups)
+        fresh = fresh and all(float(group["lr"]) == 0 for group in self.param_groups)
         for mine, plan, states in built:
             self.state.update(states)
-            self._plans.keep(plan, mine, groups, self.state, parts=max(len(divided), len(indices or ())))
+            parts_of_a_step = max(len(divided), len(indices or ()), len(groups) - len(self.param_groups) + 1)
+            self._plans.keep(plan, mine, groups, self.state, parts=parts_of_a_step)
         return schedule, plans, fresh
 
     def _new_plan(self, mine: StepParams, indices: Indices) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
@@ -524,7 +514,7 @@ class KernelOptimizer(Reports):
 
     def _build(self, mine: StepParams, indices: Indices) -> tuple[StepPlan, dict[Tensor, Any]]:
         parameters = [(*indices[id(param)], param) for param in mine.params]
-        entries = list(entries_of(parameters, self.param_groups, self._flat, self.algorithm, self._settings))
+        entries = list(entries_of(parameters, self._groups, self._flat, self.algorithm, self._settings))
         options = self._options_of({entry.variant for entry in entries})
         grads, version, backend = expected(mine.params, mine.grads), self._guard.version, self._settings.backend
         plan, states = plan_builder.build(mine.params, grads, entries, options, version, self._init_state, backend)
@@ -532,25 +522,24 @@ class KernelOptimizer(Reports):
         return plan, dict(zip(mine.params, states, strict=True))
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
-        return {
-            variant: self.algorithm.kernel_options(self.param_groups[variant.group], variant) for variant in variants
-        }
+        return {variant: self.algorithm.kernel_options(self._groups[variant.group], variant) for variant in variants}
 
     def _init_state(self, entry: Entry, dense: Tensor) -> dict[str, Any]:
         return init_or_validate_state(entry.param, dense, entry.spec, self.state.get(entry.param, {}), entry.label)
 
-    def _params(self) -> list[Tensor]:
+    @staticmethod
+    def _params(groups: list[Group]) -> list[Tensor]:
         """Return every parameter, in the order in which a step visits them."""
-        return list(itertools.chain.from_iterable([group["params"] for group in self.param_groups]))
+        return list(itertools.chain.from_iterable([group["params"] for group in groups]))
 
     def _indices(self) -> Indices:
-        return {id(param): (index, position) for index, position, param in parameters(self.param_groups)}
+        return {id(param): (index, position) for index, position, param in parameters(self._groups)}
 
     def _entries(self, groups: list[Group]) -> Iterator[Entry]:
         return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun, self._partial, self._lock = OptionGuard(), None, {}, threading.RLock()
+        self._guard, self._begun, self._lock = OptionGuard(), None, threading.RLock()
         self._forget_plans()
 
     def _forget_plans(self) -> None:

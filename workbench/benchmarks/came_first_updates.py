@@ -1,11 +1,12 @@
 """How far CAME's first steps move the weights: as published, with bias_correction, beside AdamW.
 
-    python workbench/benchmarks/came_first_updates.py [--steps N] [--threads N]
+    python workbench/benchmarks/came_first_updates.py [--steps N] [--threads N] [--picture]
 
 The GPT of the task `text`, batch 16, a constant learning rate of 3e-4 without warm-up and without weight decay, which
 would move weights too. After each step: the root mean square of the movement of all matrices, divided by the learning
 rate, and the loss of the batch.
-Writes workbench/benchmarks/results/came-first-updates.json and docs/came-first-updates.svg.
+Writes workbench/benchmarks/results/came-first-updates.json and docs/came-first-updates.svg; with --picture
+only the latter, from the former.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from bighorn_workbench.builtin_tasks.text import Text
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.run import Run
-from result_files import DOCS, RESULTS
+from result_files import DOCS, RESULTS, load
 
 LR, BATCH_SIZE = 3e-4, 16
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -60,12 +61,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--picture", action="store_true")
     arguments = parser.parse_args()
-    about = provenance(
-        f"python workbench/benchmarks/came_first_updates.py --steps {arguments.steps} --threads {arguments.threads}"
-    )
+    if not arguments.picture:
+        measure(arguments.steps, arguments.threads)
+    files.write_text(DOCS / "came-first-updates.svg", picture(load("came-first-updates")))
+
+
+def measure(steps: int, threads: int) -> None:
+    about = provenance(f"python workbench/benchmarks/came_first_updates.py --steps {steps} --threads {threads}")
     task = Text()
-    runs = {name: measured(task, *what, arguments.steps, arguments.threads) for name, what in RUNS.items()}
+    runs = {name: measured(task, *what, steps, threads) for name, what in RUNS.items()}
     result = {
         **about,
         "data": {"description": task.description, "sha256": task.fingerprint()},
@@ -74,13 +80,15 @@ def main() -> None:
         "runs": runs,
     }
     files.write_json(RESULTS / "came-first-updates.json", result)
-    steps = list(range(1, arguments.steps + 1))
+
+
+def picture(saved: dict[str, Any]) -> str:
+    """The movement and the loss of each run, by step."""
     panels = [
-        (title, [(name, steps, run[figure]) for name, run in runs.items()])
+        (title, [(name, list(range(1, len(run[figure]) + 1)), run[figure]) for name, run in saved["runs"].items()])
         for title, figure in (("RMS movement / learning rate", "movement_per_lr"), ("training loss", "loss"))
     ]
-    picture = plots.standalone(plots.side_by_side(panels, "step"))
-    files.write_text(DOCS / "came-first-updates.svg", picture)
+    return plots.standalone(plots.side_by_side(panels, "step"))
 
 
 if __name__ == "__main__":

@@ -148,26 +148,45 @@ def memory_picture() -> str:
         return plots.standalone(to_svg(figure, "bytes per parameter of a training step"))
 
 
+PEERS = {
+    "H100, BERT-large": [("step-gpu-h100-apex", "bert_large", label) for label in ("Lamb", "Came", "apex FusedLAMB")],
+    "CPU, BERT-base": [
+        ("step-fp32-peers", "bert_base", "Lamb"),
+        ("step-came", "bert_base", "Came"),
+        ("step-fp32-peers", "bert_base", "timm Lamb"),
+        ("step-fp32-peers", "bert_base", "pytorch_optimizer Lamb"),
+        ("step-came", "bert_base", "came-pytorch"),
+        ("step-came", "bert_base", "pytorch_optimizer CAME"),
+    ],
+}
+"""The bars of the picture of speed, by panel: a file of results, a parameter set in it, and an optimizer."""
+
+
+def peer_ratios(panel: str) -> dict[str, float]:
+    """The median time of a step by optimizer, relative to fused AdamW's."""
+    return {label: ratios(name, shapes)[label]["median"] for name, shapes, label in PEERS[panel]}
+
+
 def speed_picture() -> str:
-    """The time of a step relative to fused AdamW's, a bar for each optimizer of a model."""
-    shown = [row for row in SPEED if not row.startswith(("200", "one"))]
+    """The time of a step beside other packages' optimizers, relative to fused AdamW's."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.1 + 0.55 * len(shown)))
-        axes = figure.add_subplot()
-        for index, label in enumerate(("Lamb", "Came")):
-            places = [at + 0.36 * (index - 0.5) for at in range(len(shown))]
-            values = [ratios(*SPEED[row])[label]["median"] for row in shown]
-            axes.barh(places, values, height=0.33, color=SERIES[index], label=label)
-            for place, value in zip(places, values, strict=True):
-                axes.text(value + 0.015, place, f"{value:.2f}", va="center", color=INK, fontsize=9.5)
-        axes.axvline(1, color=INK, linewidth=1, linestyle="--", label="AdamW")
-        axes.set_yticks(range(len(shown)), [row.removesuffix(", bf16 state") for row in shown])
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1.6)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("time of a step, relative to fused AdamW's")
-        figure.legend(loc="outside upper left", ncols=3, fontsize=10)
+        figure = Figure(figsize=(WIDTH, 4.6))
+        grid = figure.subplots(len(PEERS), 1, height_ratios=[len(bars) for bars in PEERS.values()])
+        for axes, panel in zip(grid, PEERS, strict=True):
+            found = peer_ratios(panel)
+            colours = [SERIES[0] if label in ("Lamb", "Came") else SERIES[5] for label in found]
+            axes.barh(range(len(found)), found.values(), height=0.62, color=colours)
+            for at, value in enumerate(found.values()):
+                axes.text(value + 0.01 * max(found.values()), at, f"{value:.2f}", va="center", color=INK)
+            axes.axvline(1, color=INK, linewidth=1, linestyle="--")
+            names = [f"Bighorn {label}" if label in ("Lamb", "Came") else label for label in found]
+            axes.set_yticks(range(len(found)), names)
+            axes.tick_params(axis="y", length=0)
+            axes.invert_yaxis()
+            axes.set_xlim(0, 1.12 * max(found.values()))
+            axes.grid(visible=False, axis="y")
+            axes.set_title(panel, fontsize=11, loc="left", color=INK)
+        grid[-1].set_xlabel("time of a step in fp32, relative to fused AdamW (dashed)")
         return plots.standalone(to_svg(figure, "time of a step relative to AdamW"))
 
 

@@ -52,10 +52,20 @@ def side_by_side(panels: Panels, xlabel: str) -> str:
         return to_svg(figure, " and ".join(name for name, _ in panels))
 
 
+FALLBACKS = {variable: LIGHT[name] for name, variable in VARIABLES.items()}
+
+
+def _with_attributes(style: re.Match[str]) -> str:
+    """A style, after attributes with the light colours of its variables."""
+    coloured = re.findall(r"(fill|stroke): (var\(--[\w-]+\))", style[1])
+    return "".join(f'{name}="{FALLBACKS[variable]}" ' for name, variable in coloured) + style[0]
+
+
 def standalone(svg: str) -> str:
     """A figure of a report as a file of its own: with the page's colours, light or dark as the reader's system is.
 
-    `docs/_ext/pictures.py` removes these rules, and the site's own colours hold.
+    `docs/_ext/pictures.py` removes these rules, and the site's own colours hold. Viewers without CSS variables ignore
+    a style that has one, and take the light colours from attributes.
     """
     light, dark = (
         "".join(f"{variable[4:-1]}:{colours[name]};" for name, variable in VARIABLES.items())
@@ -65,6 +75,7 @@ def standalone(svg: str) -> str:
         f"<style>:root{{font-family:sans-serif;background:#fff;{light}}}"
         f"@media (prefers-color-scheme:dark){{:root{{background:#15171b;{dark}}}}}</style>"
     )
+    svg = re.sub(r'style="([^"]*)"', _with_attributes, svg)
     width = re.search(r'viewBox="0 0 ([\d.]+)', svg)
     assert width is not None
     svg = svg.replace("<svg", f'<svg width="{float(width[1]) * 4 / 3:.0f}"', 1)

@@ -5,7 +5,8 @@
 The same training for each, by its own gradients, so that differences grow as rounding errors do in any training: how
 much of that is not the states' is shown by a fourth run, in float32 too, whose weights started a millionth off.
 Relative differences are those of one matrix in one step from float32's.
-Writes workbench/benchmarks/results/trust-ratios.json and docs/trust-ratios.svg.
+Writes workbench/benchmarks/results/trust-ratios.json and docs/trust-ratios.svg; with --picture only the latter, from
+the former.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults
-from result_files import DOCS, RESULTS
+from result_files import DOCS, RESULTS, load
 
 BATCH_SIZES = {"digits": 64, "text": 16}
 RUNS = {"float32": "fp32", "int8": "int8", "float32, moved": "fp32"}
@@ -71,14 +72,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--picture", action="store_true")
     arguments = parser.parse_args()
+    if not arguments.picture:
+        measure(arguments)
+    files.write_text(DOCS / "trust-ratios.svg", picture(load("trust-ratios")))
+
+
+def measure(arguments: argparse.Namespace) -> None:
     about = provenance(
         f"python workbench/benchmarks/trust_ratios.py --task {arguments.task} --steps {arguments.steps} "
         f"--seeds {arguments.seeds}"
     )
     results: dict[str, Any] = {}
-    middle, largest = [], []  # the lines of the two panels
-    steps = list(range(1, arguments.steps + 1))
     exact: list[Ratios] = []
     run = partial(trained, arguments.task, arguments.steps)
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
@@ -98,9 +104,6 @@ def main() -> None:
             "largest_difference": over_seeds([[max(row) for row in run] for run in off]),
         }
         print(name, {key: value for key, value in results[name].items() if not isinstance(value, list)}, flush=True)
-        middle.append((name, steps, results[name]["median_ratio"]))
-        # Beside itself there is nothing to draw, but its colour is taken.
-        largest.append((name, *((steps, results[name]["largest_difference"]) if name != "float32" else ([], []))))
     task = TASKS[arguments.task](None)
     result = {
         **about,
@@ -110,9 +113,18 @@ def main() -> None:
         "runs": results,
     }
     files.write_json(RESULTS / "trust-ratios.json", result)
+
+
+def picture(saved: dict[str, Any]) -> str:
+    """The median trust ratio of each run by step, and its largest difference from float32."""
+    middle, largest = [], []
+    for name, run in saved["runs"].items():
+        steps = list(range(1, len(run["median_ratio"]) + 1))
+        middle.append((name, steps, run["median_ratio"]))
+        # float32 has no difference from itself: its line is empty, and keeps its colour.
+        largest.append((name, *((steps, run["largest_difference"]) if name != "float32" else ([], []))))
     panels = [("trust ratio, median of the matrices", middle), ("its largest relative difference", largest)]
-    picture = plots.standalone(plots.side_by_side(panels, "step"))
-    files.write_text(DOCS / "trust-ratios.svg", picture)
+    return plots.standalone(plots.side_by_side(panels, "step"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The model has 50 million parameters in 48 layers. The stand-in has a queue of wo
 of which take their time while the host continues, as with a GPU; all arithmetic of the optimizer is real. The ways take
 turns in rounds of a few steps each. "In turn" is the same code without any overlap: all gradients stay on the device,
 are copied, are stepped, and all new weights are copied back. Adds results to benchmarks/results/offload.json,
-and writes the table in docs/offload-results.md.
+and writes the table in benchmarks/results/offload.md.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.measure import spread
 
 HERE = Path(__file__).parent
-RESULT, PAGE = HERE / "results" / "offload.json", HERE.parent / "docs" / "offload-results.md"
+RESULT, PAGE = HERE / "results" / "offload.json", HERE / "results" / "offload.md"
 FIGURES = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 LAYERS, WIDTH = 48, 1024
 BUCKET_MB = 10.0

@@ -6,7 +6,7 @@
 Weights in float32, or in bfloat16 with float32 masters; gradients in bfloat16 where the optimizer takes them, or else
 in float32, as DeepSpeed and torchao copy them to the host. Each optimizer takes turns with DeepSpeedCPUAdam, in one
 process. torchao's CPUOffloadOptimizer steps one AdamW(fused=True) for each tensor on the host, and so does this script.
-Adds to benchmarks/results/offload-peers.json, and writes the second table in docs/offload-results.md.
+Adds to benchmarks/results/offload-peers.json, and writes the second table in benchmarks/results/offload.md.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from bighorn_workbench.measure import spread
 from bighorn_workbench.shapes import SHAPES
 
 HERE = Path(__file__).parent
-RESULT, PAGE = HERE / "results" / "offload-peers.json", HERE.parent / "docs" / "offload-results.md"
+RESULT, PAGE = HERE / "results" / "offload-peers.json", HERE / "results" / "offload.md"
 FIGURES = re.compile(r"(<!-- peers -->\n).*?(<!-- end of peers -->)", re.DOTALL)
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 BF16, F32 = torch.bfloat16, torch.float32

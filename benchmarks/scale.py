@@ -1,4 +1,4 @@
-"""A plan on paper for 1,024 GPUs, and what benchmarks/sharded_step.py has counted, as the tables of docs/scale.md.
+"""A plan on paper for 1,024 GPUs, and what benchmarks/sharded_step.py has counted, as the tables of results/scale.md.
 
     python benchmarks/scale.py
 
@@ -20,7 +20,7 @@ from bighorn_workbench.footprint import FOOTPRINTS
 from bighorn_workbench.shapes import SHAPES
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "scale.md"
+PAGE = HERE / "results" / "scale.md"
 TABLE = re.compile(r"(?<=<!-- )((?!end )\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 GPUS = 1024

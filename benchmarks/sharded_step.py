@@ -6,7 +6,7 @@ Collectives and their bytes are counted in a third step on 4 ranks, as torch dis
 fifty tensors counts as one, and its bytes as all of theirs. Times are of the first layout, which is `fully_shard`'s, on
 2 and 4 ranks that share the machine's cores; the optimizer and torch's fused AdamW take turns, all ranks starting
 together, and a ratio is that of one turn. timm's optimizer is loaded as `bighorn bench` loads it.
-Writes benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes docs/scale.md from it.
+Writes benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes benchmarks/results/scale.md from it.
 """
 
 import argparse

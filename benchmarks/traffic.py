@@ -65,7 +65,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def bytes_moved(optimizer: Optimizer, clip: bool) -> int | None:
-    """Return the bytes that the Triton kernels of this package read and write in all passes, as in docs/gpu-results.md.
+    """Return the bytes that the Triton kernels of this package read and write in all passes, as in results/gpu.md.
 
     The sums that a pass keeps for the next one, less than 2% of the parameters, are not counted.
 

@@ -24,6 +24,7 @@ extensions = [
     "complete",
     "llms",
     "mathml",
+    "notebooks",
     "optiontable",
     "pages",
     "pictures",

@@ -1,4 +1,4 @@
-"""The Python code of the README and of the pages in docs runs, and the README's links exist."""
+"""The Python code of the README, of the pages in docs and of notebooks runs, and links between them exist."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
 
 import readme_links
 
+from tests.support.tables import for_every
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+NOTEBOOKS = sorted([*ROOT.glob("benchmarks/results/*.md"), *ROOT.glob("workbench/benchmarks/results/*.md")])
+"""Pages beside result files."""
 
 
 def blocks(text: str) -> list[str]:
@@ -26,29 +30,36 @@ def blocks(text: str) -> list[str]:
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
 
 
-def imported(text: str) -> Iterator[str]:
-    """Yield the packages that a page's Python code imports."""
-    for node in ast.walk(ast.parse("".join(blocks(text)))):
+def imports(program: str) -> Iterator[str]:
+    """Yield the packages that a program imports."""
+    for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module.partition(".")[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def programs() -> Iterator[tuple[Path, str]]:
+    """Yield the programs of pages: all blocks of a page, but those of a section in README and the page of trainers."""
+    for page in [*PAGES, *NOTEBOOKS]:
+        whole = blocks(page.read_text())
+        if page.name in ("README.md", "trainers.md"):
+            for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE):
+                yield from ((page, "".join(found)) for found in [blocks(section)] if found)
+        elif whole:
+            yield page, "\n".join(whole)
+
+
+@pytest.mark.parametrize(("page", "program"), [*programs()], ids=lambda each: getattr(each, "name", ""))
+def test_the_python_of_a_page_runs(page: Path, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks run from top to bottom, as one program in an empty folder."""
-    if page.name.startswith("with-"):
-        absent = sorted({name for name in imported(page.read_text()) if find_spec(name) is None})
+    if page.name.startswith("with-") or page.name in ("trainers.md", "recipes.md"):
+        absent = sorted({name for name in imports(program) if find_spec(name) is None})
         if absent:
             pytest.skip(f"{', '.join(absent)} not installed: make integrations")
         warnings.simplefilter("ignore")  # the trainers' own warnings
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": page.stem}
-    for block in blocks(page.read_text()):
-        if page.name == "README.md":  # its examples are pasted one by one
-            names = {"__name__": page.stem}
-        exec(compile(block, str(page), "exec"), names)
+    exec(compile(program, str(page), "exec"), {"__name__": page.stem})
 
 
 @pytest.mark.parametrize("batch", [64, 4096, 16384])
@@ -65,8 +76,8 @@ def test_blocks_are_found_with_their_lines() -> None:
     assert PAGES
 
 
-def test_what_a_page_imports_is_seen() -> None:
-    assert set(imported("```python\nimport a.b, c\n```\n```python\nfrom d.e import f\n```\n")) == {"a", "c", "d"}
+def test_what_a_program_imports_is_seen() -> None:
+    assert set(imports("import a.b, c\nfrom d.e import f\n")) == {"a", "c", "d"}
 
 
 def test_code_on_a_page_needs_no_scrolling() -> None:
@@ -79,6 +90,13 @@ def test_code_on_a_page_needs_no_scrolling() -> None:
     assert [line for line in long if not line.startswith("adding-an-")] == []
 
 
+def test_the_site_is_short() -> None:
+    """What a number depends on is in a notebook beside its result file."""
+    pages = PAGES[1:]
+    assert len(pages) <= 45
+    assert sum(len(page.read_text().split()) for page in pages) <= 35_000
+
+
 def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 100
@@ -86,6 +104,19 @@ def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
     assert len(links) >= 15
     assert all(words for words in re.findall(r"!\[([^]]*)\]", text))
+
+
+@for_every("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("*/README.md")], ids=lambda page: page.name)
+def test_a_link_to_a_file_leads_somewhere(page: Path) -> None:
+    """The site's build checks links between its pages, and this also those out of docs and between notebooks."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("https://", "http://", "#"))]
+    for path, _, anchor in (link.partition("#") for link in links):
+        target = page.parent / path
+        assert target.exists(), path
+        if anchor and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, path
 
 
 @pytest.mark.parametrize("folder", ["", "workbench"])

@@ -1,18 +1,22 @@
-"""The pages of the trainers: `python -m tests.integrations.page` writes `docs/trainers.md`, and tables of results.
+"""The table of `docs/trainers.md`, and those of results: `python -m tests.integrations.page` writes them.
 
 `make integrations` does so after the tests have passed.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, RESULTS = DOCS / "trainers.md", DOCS / "trainers-results.md"
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "docs" / "trainers.md", ROOT / "benchmarks" / "results" / "trainers.md"
 BEGIN, END = "<!-- tables of the tests: written by `make integrations` -->\n", "<!-- end of tables -->\n"
+TABLE = re.compile(
+    r"(?<=<!-- table of the trainers: written by `make integrations` -->\n).*?(?=<!-- end of the table -->)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,13 @@ TRAINERS = (
         "`optimizers=(Lamb(...), None)`",
     ),
     Trainer(
-        "[Accelerate](with-accelerate.md)",
+        "[Accelerate](#accelerate)",
         ("accelerate",),
         "`prepare`, `save_state`, `load_state`",
         "`prepare(model, Lamb(...))`",
     ),
     Trainer(
-        "[Lightning](with-lightning.md)",
+        "[Lightning](#lightning)",
         ("lightning", "jsonargparse"),
         "`Trainer.fit`, resumed; `LightningCLI`",
         "`--optimizer=bighorn.Lamb`",
@@ -64,133 +68,106 @@ TRAINERS = (
         "`distributed.optimizer = Lamb(megatron_groups(distributed))`",
     ),
     Trainer(
-        "[timm](with-timm.md)",
+        "[timm](from-timm.md#with-timms-script)",
         ("timm",),
         "`optimizer_kwargs`, the registry and `create_optimizer_v2`; not `train.py`, which needs torchvision",
         "`python -m bighorn.integrations.timm train.py --opt bighornlamb`",
     ),
     Trainer(
-        "[open_clip](with-timm.md)",
+        "[open_clip](from-timm.md#with-timms-script)",
         (),
         "not installed: it needs torchvision; `open_clip_train/main.py` was read, and its call of timm's factory runs",
         "`--opt timm/bighornlamb`",
     ),
     Trainer(
-        "[MMEngine](with-others.md)",
+        "[MMEngine](#mmengine)",
         ("mmengine",),
         "`Runner.train`, resumed; `paramwise_cfg`; schedulers of the learning rate",
         "`optimizer=dict(type='bighorn.Lamb', lr=0.01)`",
     ),
     Trainer(
-        "[Stable-Baselines3](with-others.md)",
+        "[Stable-Baselines3](#stable-baselines3)",
         ("stable-baselines3",),
         "`PPO.learn`, saved and loaded",
         "`policy_kwargs=dict(optimizer_class=Lamb)`",
     ),
     Trainer(
-        "[Composer](with-others.md)",
+        "[Composer](#composer)",
         (),
         "not in the tests: it needs torchvision; `Trainer.fit` of 0.32.1, resumed, ran once with empty modules for it",
         "`Trainer(optimizers=Lamb(...), ...)`",
     ),
     Trainer(
-        "[Ultralytics](with-others.md)",
+        "[Ultralytics](#ultralytics)",
         (),
         "not installed: it needs torchvision; `engine/trainer.py` `build_optimizer` was read",
         "`build_optimizer` of a trainer",
     ),
     Trainer(
-        "[torchtitan](with-torchtitan.md)",
+        "[torchtitan](#torchtitan)",
         ("torchtitan",),
         "`config.build(model_parts=...)`, resumed from its state_dict",
         "`bighorn.integrations.torchtitan.OptimizersContainer.Config`",
     ),
     Trainer(
-        "[torchtune](with-config-files.md)",
+        "[torchtune](#configuration-files)",
         ("torchtune",),
         "`config.instantiate`, `register_optim_in_bwd_hooks`; no recipe, which needs a torchao for this torch",
         "`_component_: bighorn.Lamb`",
     ),
-    Trainer("[Hydra](with-config-files.md)", ("hydra-core",), "`instantiate`", "`_target_: bighorn.Lamb`"),
+    Trainer("[Hydra](#configuration-files)", ("hydra-core",), "`instantiate`", "`_target_: bighorn.Lamb`"),
     Trainer(
-        "[NeMo AutoModel](with-config-files.md)",
+        "[NeMo AutoModel](#configuration-files)",
         ("nemo-automodel",),
         "`build_optimizer`, with `param_group_overrides`",
         "`_target_: bighorn.Lamb`",
     ),
     Trainer(
-        "[verl](with-config-files.md)",
+        "[verl](#configuration-files)",
         ("verl",),
         "`FSDPOptimizerConfig` and `build_optimizer`; no worker, which needs ray",
         "`optimizer_impl: bighorn`, `optimizer: Lamb`",
     ),
     Trainer(
-        "[axolotl](with-config-files.md)",
+        "[axolotl](#configuration-files)",
         ("axolotl",),
         "its `PluginManager`; no training, which needs its pinned dependencies",
         "`plugins: [bighorn.integrations.axolotl.CamePlugin]`",
     ),
     Trainer(
-        "[sd-scripts, musubi-tuner](with-sd-scripts.md)",
+        "[sd-scripts, musubi-tuner](#sd-scripts-musubi-tuner-onetrainer-and-diffusion-pipe)",
         (),
         "not installed: `library/train_util.py` `get_optimizer` and `sdxl_train.py` `__grad_hook` were read, and "
         "`hv_train_network.py`",
         "`--optimizer_type bighorn.Came`",
     ),
     Trainer(
-        "[OneTrainer](with-sd-scripts.md)",
+        "[OneTrainer](#sd-scripts-musubi-tuner-onetrainer-and-diffusion-pipe)",
         (),
         "not installed: `modules/trainer/GenericTrainer.py` `__grad_hook` and `modules/util/optimizer` were read",
         "one line in a copy",
     ),
     Trainer(
-        "[diffusion-pipe](with-sd-scripts.md)",
+        "[diffusion-pipe](#sd-scripts-musubi-tuner-onetrainer-and-diffusion-pipe)",
         (),
         "not installed: `train.py` `get_optimizer` was read",
         "a file of three lines",
     ),
-    Trainer("[diffusers, SANA, PixArt](with-diffusers.md)", ("diffusers",), "the loop of its scripts", "one import"),
+    Trainer(
+        "[diffusers, SANA, PixArt](#diffusers-sana-and-pixart)", ("diffusers",), "the loop of its scripts", "one import"
+    ),
     Trainer(
         "[sentence-transformers](with-transformers.md)",
         ("sentence-transformers",),
         "its trainer is that of transformers",
         "`optimizers=(Lamb(...), None)`",
     ),
-    Trainer("[fastai](with-fastai.md)", ("fastai",), "`OptimWrapper`, `Learner.fit`", "`OptimWrapper(opt=Lamb)`"),
+    Trainer("[fastai](#fastai)", ("fastai",), "`OptimWrapper`, `Learner.fit`", "`OptimWrapper(opt=Lamb)`"),
 )
 
-HEAD = """\
-# Trainers
-
-<!-- Written by `make integrations`; a test fails if the rows differ. -->
-
-The line that you write for each trainer; [what the tests run](trainers-results.md) of each.
-
-| trainer | your line |
-|---|---|
-"""
-
-
-PAGES = """
-If the page of a trainer does not say otherwise:
-
-* **Names.** Pass `model.named_parameters()`. If the trainer passes parameters without names, give `names=model`, or
-  exclude by `"ndim<2"`.
-* **One clip.** Use the trainer's, or the optimizer's `max_grad_norm`, which needs one pass less.
-* **One scheduler.** With a [schedule](schedules.md) of Bighorn leave the trainer's out, or pass
-  `bighorn.integrations.OwnSchedule(optimizer)`.
-
-```{pages}
-:hidden:
-
-with-*
-```
-"""
-"""The pages below this one on the site."""
-
 TESTED = """
-| trainer | version | what runs |
-|---|---|---|
+| trainer | version |
+|---|---|
 """
 
 
@@ -219,13 +196,21 @@ same bits from their own checkpoints. The table has the mean loss of the last ep
 
 
 def page() -> str:
-    """The text of the guide: each trainer with the lines that a user writes."""
-    return HEAD + "".join(f"| {each.name} | {each.glue} |\n" for each in TRAINERS) + PAGES
+    """The text of the guide, with its table: the line that a user writes for each trainer, and what the tests run."""
+    rows = "".join(f"| {each.name} | {each.glue} | {each.runs} |\n" for each in TRAINERS)
+    head = "| trainer | your line | what the tests run |\n|---|---|---|\n"
+    return TABLE.sub(lambda _: f"\n{head}{rows}\n", PAGE.read_text())
 
 
 def table() -> str:
-    """What of each trainer the tests run, with the versions that are installed."""
-    return TESTED + "".join(f"| {each.name} | {versions(each)} | {each.runs} |\n" for each in TRAINERS)
+    """The versions of each trainer that are installed."""
+    rows = (f"| {plain(each.name)} | {versions(each)} |\n" for each in TRAINERS)
+    return TESTED + "".join(rows)
+
+
+def plain(name: str) -> str:
+    """A name without its links."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name)
 
 
 def losses() -> str:

@@ -1,4 +1,4 @@
-"""Accelerate: docs/with-accelerate.md."""
+"""Accelerate: docs/trainers.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Other trainers build the optimizers themselves, by their own registry, parser or config loader.
 
-The files of each that run here, with their versions, are in the table of docs/trainers-results.md.
+The files of each that run here, with their versions, are in the table of docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -396,12 +396,12 @@ def test_trainers_that_are_transformers_trainer(module: str, name: str) -> None:
     assert kind.create_optimizer is transformers.Trainer.create_optimizer or module == "trl"
 
 
-# ---- not installable: their parsers, as docs/with-sd-scripts.md has their lines --------------------------------------
+# ---- not installable: their parsers, as docs/trainers.md has their lines --------------------------------------
 
 
 def test_values_that_kohyas_parser_reads() -> None:
     """sd-scripts' library/train_util.py and musubi-tuner's hv_train_network.py read `key=value` by `literal_eval`."""
-    text = (Path(__file__).parents[2] / "docs" / "with-sd-scripts.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
     (line,) = re.findall(r"--optimizer_args (.*?)\n```", text, re.DOTALL)
     options = {}
     for argument in shlex.split(line.replace("\\\n", " ")):

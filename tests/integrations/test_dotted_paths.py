@@ -1,4 +1,4 @@
-"""Optimizers made from a dotted path, as in Hydra, torchtune and torchtitan: docs/with-config-files.md."""
+"""Optimizers made from a dotted path, as in Hydra, torchtune and torchtitan: docs/trainers.md."""
 
 from __future__ import annotations
 

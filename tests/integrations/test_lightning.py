@@ -1,4 +1,4 @@
-"""Lightning: docs/with-lightning.md."""
+"""Lightning: docs/trainers.md."""
 
 from __future__ import annotations
 

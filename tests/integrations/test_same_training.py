@@ -1,6 +1,6 @@
 """The same 36 steps by each client, with AdamW and both of ours: losses, and resuming from the client's checkpoint.
 
-`python -m tests.integrations.page` writes these losses into docs/trainers-results.md.
+`python -m tests.integrations.page` writes these losses into benchmarks/results/trainers.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""timm's registry and the groups that timm makes: docs/with-timm.md.
+"""timm's registry and the groups that timm makes: docs/from-timm.md.
 
 `import timm` needs torchvision, so the tests import timm's optimizers without the rest. These use timm's models only
 for layer decay, for which the tests make groups themselves.

@@ -1,7 +1,7 @@
 """Every preset of CAME is compared with the CAME of its package, and with the page that lists it.
 
-`python -m tests.math.test_came_presets` measures all of them and writes `docs/came-presets.md` and CAME's tables
-of `docs/preset-results.md`.
+`python -m tests.math.test_came_presets` measures all of them and writes `docs/presets.md` and CAME's tables
+of `benchmarks/results/presets.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,12 +25,11 @@ from tests.math.test_presets import BOUNDS, lrs
 from tests.support import peer_came_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LEFT_OUT, Case
-from tests.support.preset_pages import check_figures, named, tables, without_figures, write, written
+from tests.support.preset_pages import PAGE, check_figures, listed, tables, without_figures, write, written
 from tests.support.tables import for_every
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[2] / "docs" / "came-presets.md"
 INSTALL = {"came_pytorch": "pip install 'bighorn[peers]'", "pytorch_optimizer": "pip install 'bighorn[peers]'"}
 FORMULA = "its formula"
 
@@ -251,43 +249,9 @@ def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
 
 # ---- the page -----------------------------------------------------------------------------------------------------
 
-HEAD = """\
-# Other packages' CAMEs by name
-
-<!-- Written by `python -m tests.math.test_came_presets`; a test fails if it differs from the table of presets. -->
-
-`Came.like(name, params, **overrides)` makes the CAME of another package; `bighorn.CAME_PRESETS` is this table:
-
-```python
-import torch
-from bighorn import Came
-
-model = torch.nn.Conv2d(16, 32, 1)
-optimizer = Came.like("sana", model.named_parameters(), lr=1e-4)
-```
-
-| preset | differs from the paper | options beyond the defaults |
-|---|---|---|
-"""
-
-TAIL = """
-Each row is [tested](preset-results.md) against the package or its formula, those of 8 bits only on tensors that keep
-32: [codes differ](preset-results.md#came-in-8-bits-elsewhere). Checkpoints are [converted](coming-from.md), 8 bits
-included.
-"""
-
-
-def page() -> str:
-    """Return the text of `docs/came-presets.md`."""
-    text = HEAD
-    for preset in CAME_PRESETS:
-        options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {named(preset)} | {preset.differs} | {options} |\n"
-    return text + TAIL
-
 
 def results() -> str:
-    """Return CAME's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    """Return CAME's tables of `benchmarks/results/presets.md`, measured now on every backend of this machine."""
     rows = []
     backends = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
     for proof in PROOFS:
@@ -299,7 +263,7 @@ def results() -> str:
 
 
 def test_the_page_is_what_the_table_says() -> None:
-    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_came_presets"
+    assert written("came", PAGE) == listed(CAME_PRESETS), "write it anew: python -m tests.math.test_came_presets"
 
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,5 +275,5 @@ def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pyt
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    write("came", listed(CAME_PRESETS), PAGE)
     write("came", results())

@@ -1,7 +1,7 @@
 """Every preset of LARS is compared with the LARS of its package, and with the page that lists it.
 
-`python -m tests.math.test_lars_presets` measures all of them and writes `docs/lars-presets.md` and LARS's tables of
-`docs/preset-results.md`.
+`python -m tests.math.test_lars_presets` measures all of them and writes `docs/presets.md` and LARS's tables of
+`benchmarks/results/presets.md`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib
 import inspect
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,10 +22,9 @@ from tests.math.test_presets import BARE, BOUNDS, DECAY, FORMULA, INSTALL, Witne
 from tests.support import peer_lars_formulas as peers
 from tests.support import preset_pages
 from tests.support.peer_formulas import installed_timm
-from tests.support.preset_pages import backends, check_figures, named, tables, without_figures, write, written
+from tests.support.preset_pages import PAGE, backends, check_figures, listed, tables, without_figures, write, written
 from tests.support.tables import for_every
 
-PAGE = Path(__file__).parents[2] / "docs" / "lars-presets.md"
 PACKAGES = ("timm", "optax", "pytorch_optimizer")
 MOMENTUM = {**DECAY, "momentum": 0.9}
 NORMS = ["bias", "norm"]
@@ -117,45 +115,9 @@ def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> N
 
 # ---- the page -----------------------------------------------------------------------------------------------------
 
-HEAD = """\
-# Other packages' LARS by name
-
-<!-- Written by `python -m tests.math.test_lars_presets`; a test fails if it differs from the table of presets. -->
-
-`Lars.like(name, params, **overrides)` makes the LARS of another package; `bighorn.LARS_PRESETS` is this table:
-
-```python
-import torch
-from bighorn import Lars
-
-model = torch.nn.Linear(4, 2)
-optimizer = Lars.like(
-    "timm", model.named_parameters(), lr=3.2, momentum=0.9, weight_decay=1e-4
-)
-```
-
-| preset | differs from the paper | options beyond the defaults |
-|---|---|---|
-"""
-
-TAIL = """
-Each row is [tested](preset-results.md) against the package or its formula, except where it says "Not as there". The
-scripts of Barlow Twins, VICReg and BYOL exclude vectors, which their optimizers do not by themselves: [LARS](lars.md).
-lightly's LARS (1.6.0) is that of `bolts`: a group without decay has no trust ratio.
-"""
-
-
-def page() -> str:
-    """Return the text of `docs/lars-presets.md`."""
-    text = HEAD
-    for preset in LARS_PRESETS:
-        options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {named(preset)} | {preset.differs} | {options} |\n"
-    return text + TAIL
-
 
 def results() -> str:
-    """Return LARS's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    """Return LARS's tables of `benchmarks/results/presets.md`, measured now on every backend of this machine."""
     rows = []
     for proof in PROOFS:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
@@ -166,7 +128,7 @@ def results() -> str:
 
 
 def test_the_page_is_what_the_table_says() -> None:
-    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_lars_presets"
+    assert written("lars", PAGE) == listed(LARS_PRESETS), "write it anew: python -m tests.math.test_lars_presets"
 
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,5 +140,5 @@ def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pyt
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    write("lars", listed(LARS_PRESETS), PAGE)
     write("lars", results())

@@ -1,7 +1,7 @@
 """Every preset is compared with the LAMB of its package, and with the page that lists it.
 
 `python -m tests.math.test_presets` measures all of them and writes `docs/presets.md` and LAMB's tables of
-`docs/preset-results.md`.
+`benchmarks/results/presets.md`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +27,11 @@ from bighorn import PRESETS, Lamb, Preset
 from tests.support import peer_formulas, preset_pages
 from tests.support.case_tensors import Leaf
 from tests.support.cases import LRS, Case, set_gradients, set_lr
-from tests.support.preset_pages import backends, check_figures, named, tables, without_figures, write, written
+from tests.support.preset_pages import PAGE, backends, check_figures, listed, tables, without_figures, write, written
 from tests.support.tables import for_every
 
 STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
-PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 LEAVES = (
     Leaf("plain.weight", (7, 5)),
@@ -343,45 +341,8 @@ def test_mindspore_needs_names_unless_grouped_or_told_otherwise() -> None:
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-HEAD = """\
-# Other packages' LAMBs by name
-
-<!-- Written by `python -m tests.math.test_presets`; a test fails if it differs from the table of presets. -->
-
-`Lamb.like(name, params, **overrides)` makes the LAMB of another package, or of a version of the paper. What you pass
-overrides the preset:
-
-```python
-import torch
-from bighorn import Lamb
-
-model = torch.nn.Linear(4, 2)
-optimizer = Lamb.like("timm", model.named_parameters(), lr=0.01)
-```
-
-Each row, also in `bighorn.PRESETS`, is [tested against the package or its formula](preset-results.md).
-
-| preset | differs from version 5 of the paper | options beyond the defaults |
-|---|---|---|
-"""
-
-TAIL = """
-DeepSpeed from e5d277f on is `Lamb.like("deepspeed", ..., bias_correction=True)`; ColossalAI's undistributed Lamb is
-`paper-v3`; MindSpore before 08097c0 had a trust ratio of at most 10 on GPUs.
-"""
-
-
-def page() -> str:
-    """Return the text of `docs/presets.md`."""
-    text = HEAD
-    for preset in PRESETS:
-        options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {named(preset)} | {preset.differs} | {options or 'none'} |\n"
-    return text + TAIL
-
-
 def results() -> str:
-    """Return LAMB's tables of `docs/preset-results.md`, measured now on every backend that works on this machine."""
+    """Return LAMB's tables of `benchmarks/results/presets.md`, measured now on every backend of this machine."""
     rows = []
     for proof in PROOFS:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
@@ -392,7 +353,7 @@ def results() -> str:
 
 
 def test_the_page_is_what_the_table_says() -> None:
-    assert PAGE.read_text() == page(), "write it anew: python -m tests.math.test_presets"
+    assert written("lamb", PAGE) == listed(PRESETS), "write it anew: python -m tests.math.test_presets"
 
 
 def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,5 +365,5 @@ def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pyt
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    write("lamb", listed(PRESETS), PAGE)
     write("lamb", results())

@@ -1,4 +1,4 @@
-"""The tables of docs/preset-results.md, which the tests of presets measure and write."""
+"""The tables of docs/presets.md and benchmarks/results/presets.md, which the tests of presets write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from bighorn import Preset, kernels
 
-RESULTS = Path(__file__).parents[2] / "docs" / "preset-results.md"
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "docs" / "presets.md", ROOT / "benchmarks" / "results" / "presets.md"
 FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
 
 
@@ -26,6 +27,15 @@ def named(preset: Preset) -> str:
     return ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))
 
 
+def listed(presets: Sequence[Preset]) -> str:
+    """Return the table of the page: what each preset differs in, and its options."""
+    text = "\n| preset | differs from the paper | options beyond the defaults |\n|---|---|---|\n"
+    for preset in presets:
+        options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
+        text += f"| {named(preset)} | {preset.differs} | {options or 'none'} |\n"
+    return text + "\n"
+
+
 def tables(presets: Sequence[Preset], packages: Iterable[str], rows: Iterable[str]) -> str:
     """Return the tables of some presets: where each was read, and the rows of figures."""
     text = "\n| preset | read in |\n|---|---|\n"
@@ -35,15 +45,15 @@ def tables(presets: Sequence[Preset], packages: Iterable[str], rows: Iterable[st
     return text + "".join(f"{row}\n" for row in rows) + "\n"
 
 
-def written(name: str) -> str:
-    """Return the tables that the page has between its comments of this name."""
-    [text] = _between(name).findall(RESULTS.read_text())
+def written(name: str, page: Path = RESULTS) -> str:
+    """Return the tables that a page has between its comments of this name."""
+    [text] = _between(name).findall(page.read_text())
     return str(text)
 
 
-def write(name: str, text: str) -> None:
-    """Write the tables of this name into the page."""
-    RESULTS.write_text(_between(name).sub(lambda _: text, RESULTS.read_text()))
+def write(name: str, text: str, page: Path = RESULTS) -> None:
+    """Write the tables of this name into a page."""
+    page.write_text(_between(name).sub(lambda _: text, page.read_text()))
 
 
 def check_figures(text: str, proofs: int, bounds: Mapping[torch.dtype, float]) -> None:

@@ -4,7 +4,7 @@
 
 The model, its texts and the way rates are chosen are those of `lora.py`, but the adapters are peft's. AdaLoRA allocates
 its ranks from step 10 to step 80, and has no orthogonal regularization, which peft adds to models that return a loss.
-Writes workbench/benchmarks/results/adapters.json and the second table in docs/lora-results.md.
+Writes workbench/benchmarks/results/adapters.json and the second table in results/lora.md.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks.text import Text, standard_library
 from bighorn_workbench.environment import provenance
 from lora import BATCH_SIZE, in_upper_case, loss_of, pretrained
-from result_files import DOCS, RESULTS
+from result_files import RESULTS
 
-RESULT, PAGE = RESULTS / "adapters.json", DOCS / "lora-results.md"
+RESULT, PAGE = RESULTS / "adapters.json", RESULTS / "lora.md"
 FIGURES = re.compile(r"(<!-- adapters -->\n).*?(<!-- end of adapters -->)", re.DOTALL)
 STEPS, WARM_UPS = 100, (0, 20)
 LAMB_RATES, ADAM_RATES = (0.005, 0.02, 0.08), (0.002, 0.008, 0.032)

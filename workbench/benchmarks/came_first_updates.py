@@ -5,7 +5,7 @@
 The GPT of the task `text`, batch 16, a constant learning rate of 3e-4 without warm-up and without weight decay, which
 would move weights too. After each step: the root mean square of the movement of all matrices, divided by the learning
 rate, and the loss of the batch.
-Writes workbench/benchmarks/results/came-first-updates.json and docs/came-first-updates.svg; with --picture
+Writes workbench/benchmarks/results/came-first-updates.json and results/came-first-updates.svg; with --picture
 only the latter, from the former.
 """
 
@@ -21,7 +21,7 @@ from bighorn_workbench.builtin_tasks.text import Text
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.run import Run
-from result_files import DOCS, RESULTS, load
+from result_files import RESULTS, load
 
 LR, BATCH_SIZE = 3e-4, 16
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -65,7 +65,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.picture:
         measure(arguments.steps, arguments.threads)
-    files.write_text(DOCS / "came-first-updates.svg", picture(load("came-first-updates")))
+    files.write_text(RESULTS / "came-first-updates.svg", picture(load("came-first-updates")))
 
 
 def measure(steps: int, threads: int) -> None:

@@ -1,10 +1,10 @@
-"""The comparisons at equal tuning in docs/study-equal-tuning.md: writes their tables from benchmarks/results.
+"""The comparisons at equal tuning in results/equal-tuning.md and docs/comparisons.md: writes their tables from results.
 
     python workbench/benchmarks/equal_tuning.py
 
 Each optimizer got the same number of trials at each batch size, of which validation data chose one; then fresh seeds
 trained with it, and the test data were looked at. The page says where the tables of NAME.json are; the pictures are
-docs/NAME.svg and docs/NAME-rates.svg.
+results/NAME.svg and results/NAME-rates.svg.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import equal_pictures
@@ -23,9 +24,9 @@ from bighorn_workbench.config import RunConfig
 from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.verdict import interval
 from equal_pictures import BASELINE
-from result_files import DOCS, load
+from result_files import DOCS, RESULTS, load
 
-PAGE = DOCS / "study-equal-tuning.md"
+NOTEBOOK, SUMMARY = RESULTS / "equal-tuning.md", DOCS / "comparisons.md"
 TABLES = re.compile(
     r"(<!-- (equal tuning|four rates|summary|pairs|decays|sensitivity) of (\S+) -->\n).*?(<!-- end of the table -->)",
     re.DOTALL,
@@ -206,7 +207,7 @@ def _about(name: str) -> list[str]:
         *_command(saved),
         f"{config['task'].rpartition(':')[2]} ({saved['data']['description']}), {config['epochs']:g} epochs, "
         f"{config['trials']} trials and {config['seeds']} seeds for each, as the command of commit "
-        f"{saved['commit'][:7]} did{added} ([all runs](../workbench/benchmarks/results/{name}.json)).",
+        f"{saved['commit'][:7]} did{added} ([all runs]({name}.json)).",
     ]
 
 
@@ -329,7 +330,7 @@ def sensitivity(name: str) -> str:
     rows = [[tuned, *(text("loss", statistics.fmean(losses[column, tuned])) for column in columns)]]
     rows += [[change, *(moved(column, change) for column in columns)] for change in changes]
     about = f"{saved['data']['description']}; commit {saved['commit'][:7]}"
-    about += f" ([all runs](../workbench/benchmarks/results/{name}.json))."
+    about += f" ([all runs]({name}.json))."
     return "\n".join([*_command(saved), about, "", *_markdown(["change", *columns], rows)]) + "\n"
 
 
@@ -343,9 +344,9 @@ KINDS = {
 }
 
 
-def written() -> str:
-    """Return the page with its tables written anew."""
-    return TABLES.sub(lambda match: match[1] + KINDS[match[2]](match[3]) + match[4], PAGE.read_text())
+def written(page: Path) -> str:
+    """Return a page with its tables written anew."""
+    return TABLES.sub(lambda match: match[1] + KINDS[match[2]](match[3]) + match[4], page.read_text())
 
 
 def pictures(name: str) -> dict[str, str]:
@@ -358,13 +359,14 @@ def pictures(name: str) -> dict[str, str]:
 
 
 def names(*kinds: str) -> list[str]:
-    """Return the comparisons of the page, or those with some kinds of table."""
+    """Return the comparisons of the notebook, or those with some kinds of table."""
     wanted = "|".join(kinds or ("equal tuning", "four rates"))
-    return re.findall(rf"<!-- (?:{wanted}) of (\S+) -->", PAGE.read_text())
+    return re.findall(rf"<!-- (?:{wanted}) of (\S+) -->", NOTEBOOK.read_text())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written())
+    for page in (NOTEBOOK, SUMMARY):
+        page.write_text(written(page))
     for shown in names("equal tuning"):
         for file, picture in pictures(shown).items():
-            (DOCS / f"{file}.svg").write_text(picture)
+            (RESULTS / f"{file}.svg").write_text(picture)

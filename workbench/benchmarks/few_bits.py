@@ -5,7 +5,7 @@
 
 LeNet on a tenth of MNIST at batch 60 and the character GPT at batch 8, with the options that the comparisons at equal
 tuning chose for Lamb and for Came in float32, and the adapters of lora.py, with its best rates. Only the form differs,
-so nothing is tuned for it. Writes results/few-bits.json, and with --page only its table in docs/precision-results.md.
+so nothing is tuned for it. Writes results/few-bits.json, and with --page only its table in results/precision.md.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.metrics import is_share
 from bighorn_workbench.verdict import interval
 from evidence import value
-from result_files import DOCS, RESULTS
+from result_files import RESULTS
 
 RESULT = RESULTS / "few-bits.json"
-PAGE = DOCS / "precision-results.md"
+PAGE = RESULTS / "precision.md"
 TABLE = re.compile(r"(<!-- table of few-bits\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 STUDIES = {"equal-lenet": 60, "equal-characters": 8}
 """The comparisons whose best options are taken, and the batch size."""

@@ -6,7 +6,7 @@
 First the error of the step: a small GPT is trained with the momentum in float32, on the task `text`. Beside it the
 momentum of each matrix is kept in every form too, advanced by the same u and rounded at each step; the error is that of
 m relative to its norm. Then training itself, for the forms of `TRAINED`: the loss on test data after as many steps.
-Writes workbench/benchmarks/results/four-bits.json, and with --page only its table in docs/precision-results.md.
+Writes workbench/benchmarks/results/four-bits.json, and with --page only its table in results/precision.md.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.run import Run
-from result_files import DOCS, RESULTS
+from result_files import RESULTS
 
 RESULT = RESULTS / "four-bits.json"
-PAGE = DOCS / "precision-results.md"
+PAGE = RESULTS / "precision.md"
 TABLE = re.compile(r"(<!-- table of four-bits\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 BETA1, EVERY = 0.9, 10
 VALUES = {

@@ -4,7 +4,7 @@
 
 Draws docs/front-batch.svg, docs/front-memory.svg and docs/front-speed.svg, and writes the tables between
 `<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/precision-results.md,
-docs/memory-results.md and docs/came-rates.md.
+docs/memory.md and results/came-rates.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import equal_tuning
 import plots
 from bighorn_workbench.footprint import predicted
 from bighorn_workbench.reports.style import INK, SERIES, STYLE, to_svg
-from result_files import DOCS, load
+from result_files import DOCS, RESULTS, load
 from studies import STUDIES
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -263,8 +263,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     "step-lars": (DOCS / "speed.md", lars_table),
     "step-cliffs": (DOCS / "speed.md", cliffs_table),
     "step-precision": (DOCS / "precision-results.md", precision_table),
-    MEMORY: (DOCS / "memory-results.md", memory_table),
-    RATES: (DOCS / "came-rates.md", rates_table),
+    MEMORY: (DOCS / "memory.md", memory_table),
+    RATES: (RESULTS / "came-rates.md", rates_table),
 }
 
 

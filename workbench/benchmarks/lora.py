@@ -6,7 +6,7 @@ A GPT of two blocks and 32 channels learns the text of the task `text` for a few
 linear layer gets an adapter, A and B, of which B starts at zero as in peft, and the adapters learn the same text in
 upper case, whose letters the model has hardly seen. Every optimizer has a constant learning rate, with or without
 warm-up; the best of its rates after the last step is shown, over the seeds.
-Writes workbench/benchmarks/results/lora.json and the table in docs/lora-results.md.
+Writes workbench/benchmarks/results/lora.json and the table in workbench/benchmarks/results/lora.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bighorn import Came, Lamb
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks.text import ALPHABET, GPT, Text, standard_library
 from bighorn_workbench.environment import provenance
-from result_files import DOCS, RESULTS
+from result_files import RESULTS
 
-RESULT, PAGE = RESULTS / "lora.json", DOCS / "lora-results.md"
+RESULT, PAGE = RESULTS / "lora.json", RESULTS / "lora.md"
 FIGURES = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.DOTALL)
 PRETRAINED, BATCH_SIZE, SHOWN = 300, 4, (40, 100)
 SETTINGS = ((4, 0), (4, 20))

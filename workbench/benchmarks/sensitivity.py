@@ -1,4 +1,4 @@
-"""What changes when an option of a tuned optimizer is changed: the last table in docs/study-equal-tuning.md.
+"""What changes when an option of a tuned optimizer is changed: the last table in results/equal-tuning.md.
 
     python workbench/benchmarks/sensitivity.py STUDY TEXT_FILE JSON
 

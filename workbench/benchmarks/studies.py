@@ -1,6 +1,6 @@
-"""The results of `bighorn compare` in the docs: writes them into the pages and draws them.
+"""The results of `bighorn compare` in pages beside their files: writes them into the pages, and draws them.
 
-A page says where: between `<!-- figures of NAME -->`, for benchmarks/results/NAME.json, and `<!-- end of figures -->`.
+A page says where: between `<!-- figures of NAME -->`, for NAME.json, and `<!-- end of figures -->`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bighorn_workbench.config import RunConfig
 from bighorn_workbench.reports import plots as report_plots
 from bighorn_workbench.trials import Cell, Trial
 from bighorn_workbench.verdict import columns, row, verdicts
-from result_files import DOCS, RESULTS, load
+from result_files import RESULTS, load
 
 FIGURES = re.compile(r"(<!-- figures of (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if FIGURES.search(page.read_text())]
+PAGES = [page for page in sorted(RESULTS.glob("*.md")) if FIGURES.search(page.read_text())]
 STUDIES = {
     path.stem: saved
     for path in sorted(RESULTS.glob("*.json"))
@@ -72,7 +72,7 @@ def table(name: str) -> str:
         f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
         f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command of commit "
         f"{saved['commit'][:7]} did, fewer than the trials that it asks for today; {config['precision']} but where a "
-        f"name says otherwise ([all runs](../workbench/benchmarks/results/{name}.json)).",
+        f"name says otherwise ([all runs]({name}.json)).",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",
@@ -142,4 +142,4 @@ if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page))
     for name in STUDIES:
-        (DOCS / f"{name}.svg").write_text(picture(name))
+        (RESULTS / f"{name}.svg").write_text(picture(name))

@@ -5,7 +5,7 @@
 The same training for each, by its own gradients, so that differences grow as rounding errors do in any training: how
 much of that is not the states' is shown by a fourth run, in float32 too, whose weights started a millionth off.
 Relative differences are those of one matrix in one step from float32's.
-Writes workbench/benchmarks/results/trust-ratios.json and docs/trust-ratios.svg; with --picture only the latter, from
+Writes workbench/benchmarks/results/trust-ratios.json and results/trust-ratios.svg; with --picture only the latter, from
 the former.
 """
 
@@ -25,7 +25,7 @@ from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults
-from result_files import DOCS, RESULTS, load
+from result_files import RESULTS, load
 
 BATCH_SIZES = {"digits": 64, "text": 16}
 RUNS = {"float32": "fp32", "int8": "int8", "float32, moved": "fp32"}
@@ -76,7 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.picture:
         measure(arguments)
-    files.write_text(DOCS / "trust-ratios.svg", picture(load("trust-ratios")))
+    files.write_text(RESULTS / "trust-ratios.svg", picture(load("trust-ratios")))
 
 
 def measure(arguments: argparse.Namespace) -> None:

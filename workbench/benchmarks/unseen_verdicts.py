@@ -24,9 +24,9 @@ from bighorn_workbench.files import write_json
 from bighorn_workbench.verdict import interval
 from rate_grid import PLACE
 from rate_search import loss_of
-from result_files import DOCS, load
+from result_files import RESULTS, load
 
-PAGE = DOCS / "own-task.md"
+PAGE = RESULTS / "own-tasks.md"
 VERDICTS = re.compile(r"(<!-- verdicts -->\n).*?(<!-- end of verdicts -->)", re.DOTALL)
 BASELINE, OTHERS = "adamw", ("lamb", "came")
 SETTLED = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")

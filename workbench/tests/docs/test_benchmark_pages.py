@@ -20,6 +20,7 @@ import lora
 import offload
 import offload_peers
 import precision_table
+import result_files
 import scale
 from bighorn_workbench.shapes import SHAPES
 from studies import STUDIES, cells_of
@@ -105,7 +106,7 @@ def test_a_picture_of_the_readme_shows_the_files(name: str) -> None:
     assert "prefers-color-scheme:dark" in shown
 
 
-@for_every("picture", sorted(ROOT.glob("docs/*.svg")), ids=lambda path: path.name)
+@for_every("picture", [*ROOT.glob("docs/*.svg"), *result_files.RESULTS.glob("*.svg")], ids=lambda path: path.name)
 def test_a_picture_has_its_colours_where_css_variables_are_unknown(picture: Path) -> None:
     """Such viewers ignore a style with a variable, and drew black."""
     tags = re.findall(r"<[^>]*var\(--[^>]*>", picture.read_text().partition("</style>")[2])
@@ -141,7 +142,7 @@ def words(ratios: dict[str, float]) -> str:
 
 
 def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> None:
-    page = (ROOT / "docs" / "study-equal-tuning.md").read_text()
+    page = (ROOT / "docs" / "comparisons.md").read_text()
     for model, name in (("LeNet, five seeds", "equal-lenet"), ("ResNet-8, fifteen seeds", "equal-resnet")):
         *_, largest = equal_tuning.cells_of(name).values()
         accuracies = ", ".join(f"{cell.name} {statistics.fmean(cell.finals.values()):.1%}" for cell in largest)
@@ -184,7 +185,7 @@ def test_the_plan_sends_what_was_counted(label: str, optimizer: str) -> None:
 
 
 def test_the_losses_beside_the_least_memory_are_those_of_the_files() -> None:
-    text = " ".join((ROOT / "docs" / "memory-results.md").read_text().split())
+    text = " ".join((result_files.RESULTS / "memory.md").read_text().split())
     losses = {cell.optimizer: cell.loss[1] for cell in cells_of(STUDIES["came-text"])}
     said = f"the corrected rule ends at {losses['came']:.4f} and AdamW at {losses['adamw']:.4f}"
     assert said in text

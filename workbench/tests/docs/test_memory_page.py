@@ -1,4 +1,4 @@
-"""The bytes in docs/memory-results.md are the predicted ones; run as a program, this file writes them there."""
+"""The bytes in docs/memory.md are the predicted ones; run as a program, this file writes them there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from bighorn_workbench.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
 from bighorn_workbench.shapes import SHAPES
 
-PAGE = Path(__file__).parents[3] / "docs" / "memory-results.md"
+PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 SETS = ("bert_base", "vit_small", "resnet50", "efficientnet_b0", "llama_1b", "llama_7b")
 WITH_BF16 = "adamw", "lion", "bitsandbytes-int8", "torchao-int4", "flashoptim", "galore", "adafactor"
 OURS_WITH_BF16 = "lamb-int8", "lamb-int4", "came-int8", "came-int4"

@@ -16,7 +16,7 @@ from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.compare import CompareConfig, compare
 from bighorn_workbench.tasks import defaults
 from bighorn_workbench.verdict import interval
-from result_files import DOCS, load
+from result_files import DOCS, RESULTS, load
 from studies import FIGURES, PAGES, STUDIES, cells_of, command, written
 from tests.support.tables import for_every
 from unseen_tasks import UNSEEN
@@ -29,7 +29,8 @@ def test_the_figures_are_those_of_the_files(page: Path) -> None:
 
 def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
     """To update tables and pictures, run `python workbench/benchmarks/equal_tuning.py`."""
-    assert equal_tuning.PAGE.read_text() == equal_tuning.written()
+    for page in (equal_tuning.NOTEBOOK, equal_tuning.SUMMARY):
+        assert page.read_text() == equal_tuning.written(page)
     for name in equal_tuning.names():
         saved = load(name)
         assert saved["clean"] is True
@@ -61,13 +62,13 @@ def test_the_pictures_at_equal_tuning_show_the_files(name: str) -> None:
     """Their words are compared, since matplotlib's versions differ in everything else."""
     words = re.compile(r"<text[^>]*>([^<]*)</text>")
     for file, picture in equal_tuning.pictures(name).items():
-        assert words.findall((DOCS / f"{file}.svg").read_text()) == words.findall(picture), file
+        assert words.findall((RESULTS / f"{file}.svg").read_text()) == words.findall(picture), file
 
 
 def test_every_study_has_its_place() -> None:
     shown = [match[2] for page in PAGES for match in FIGURES.finditer(page.read_text())]
     assert sorted(shown) == sorted(STUDIES)
-    assert all((DOCS / f"{name}.svg").is_file() for name in shown)
+    assert all((RESULTS / f"{name}.svg").is_file() for name in shown)
 
 
 @for_every("name", STUDIES)
@@ -98,7 +99,7 @@ def test_the_leads_of_lamb_are_those_of_the_files() -> None:
     """The study of each states LAMB's lead over AdamW; docs/lamb.md counts the one that is settled."""
     settled = []
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
-        page = " ".join((DOCS / f"study-{name}.md").read_text().split())
+        page = " ".join((RESULTS / f"{name}.md").read_text().split())
         for batch in batches:
             row = {cell.optimizer: cell for cell in cells_of(STUDIES[name]) if cell.batch_size == batch}
             pairs = zip(row["lamb"].trials, row["adamw"].trials, strict=True)
@@ -118,7 +119,7 @@ def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None
 
 
 def test_few_steps_need_the_bias_correction_of_came() -> None:
-    """docs/came.md, docs/came-rates.md and docs/which-optimizer.md say so."""
+    """docs/came.md, docs/rates.md and docs/which-optimizer.md say so."""
     losses: dict[bool, list[float]] = {}
     for corrected in (False, True):
         torch.manual_seed(0)

@@ -40,10 +40,10 @@ def imports(program: str) -> Iterator[str]:
 
 
 def programs() -> Iterator[tuple[Path, str]]:
-    """Yield the programs of pages: all blocks of a page, but those of a section in README and the page of trainers."""
+    """Yield the programs of pages: a page's blocks, or those of a section where sections need different packages."""
     for page in [*PAGES, *NOTEBOOKS]:
         whole = blocks(page.read_text())
-        if page.name in ("README.md", "trainers.md"):
+        if page.name in ("README.md", "trainers.md", "recipes.md"):
             for section in re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE):
                 yield from ((page, "".join(found)) for found in [blocks(section)] if found)
         elif whole:

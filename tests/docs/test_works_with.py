@@ -1,0 +1,43 @@
+"""Every row of docs/works-with.md names tests that exist, or says why not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "works-with.md"
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().partition("## ")[0].splitlines() if "tests/" in line]
+
+
+def missing(cell: str) -> list[str]:
+    """The files and tests of a cell that do not exist; a test without a file is in the file before it."""
+    absent, file = [], Path()
+    for named, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::)?(test_\w+)?`", cell):
+        file = ROOT / named if named else file
+        tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
+        tests = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        absent += [f"{named}::{test}"] if not file.is_file() or (test and test not in tests) else []
+    return absent
+
+
+@pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: row[0])
+def test_its_tests_exist(row: list[str]) -> None:
+    assert "`tests/" in row[1] or row[1].startswith("no, because")
+    assert missing(row[1]) == []
+
+
+def test_rows_are_there_for_what_is_asked() -> None:
+    names = " ".join(row[0] for row in ROWS)
+    asked = (
+        "DistributedData FSDP2 HSDP tensor ZeRO compile float16 bf16 graphs accumulation release offload sparse complex"
+    )
+    assert [word for word in [*asked.split(), "channels_last"] if word not in names] == []
+
+
+def test_a_test_that_does_not_exist_is_found() -> None:
+    assert missing("`tests/docs/test_works_with.py::test_its_tests_exist`, `test_no`") == ["::test_no"]
+    assert missing("`tests/docs/test_nothing.py`") == ["tests/docs/test_nothing.py::"]

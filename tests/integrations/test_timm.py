@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bighorn import Came, Lamb, Lars
 from tests.support import peer_formulas
@@ -136,3 +138,26 @@ def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read
     again = Lamb(groups, lr=0.01)
     again.load_state_dict(optimizer.state_dict())
     assert [group["lr_scale"] for group in again.param_groups] == [0.5, 1.0]
+
+
+def test_a_checkpoint_of_its_factory_loads_as_the_page_says(
+    timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/from-timm.md once had a line with one group, where the factory makes two."""
+    net = Net()
+    theirs = timm.create_optimizer_v2(net, "lamb", lr=0.01, weight_decay=0.1)
+    for inputs, labels in batches()[:3]:
+        net(inputs, labels)["loss"].backward()
+        theirs.step()
+        theirs.zero_grad()
+    monkeypatch.chdir(tmp_path)
+    torch.save({"optimizer": theirs.state_dict()}, "last.pth.tar")
+    page = (Path(__file__).parents[2] / "docs" / "from-timm.md").read_text()
+    [block] = re.findall(r"## Resume.*?```py\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"model": net}
+    exec(block, names)
+    ours = names["optimizer"]
+    assert [group["weight_decay"] for group in ours.param_groups] == [0.0, 0.1]
+    for param in net.parameters():
+        assert ours.state[param]["exp_avg"].equal(theirs.state[param]["exp_avg"])
+        assert ours.state[param]["step"] == 3

@@ -43,6 +43,7 @@ def test_the_repr_shows_what_differs_from_the_defaults() -> None:
     assert "weight_decay=0.1" in second
     assert "adapt=False" in second
     assert "factor='linear'" in repr(Came.like("sana", net.parameters(), lr=1e-4))
+    assert repr(Lamb(net.parameters(), names=net)).splitlines()[0] == "Lamb(names=Sequential)"
 
 
 def test_a_repr_holds_after_groups_were_added_and_copies_were_made(kind: Kind) -> None:

@@ -196,7 +196,7 @@ def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledO
     base = next(each for each in kind.__mro__ if "algorithm" in vars(each))
     defaults = {name: parameter.default for name, parameter in inspect.signature(base).parameters.items()}
     defaults |= base.algorithm.group_only  # type: ignore[attr-defined]  # found by this attribute
-    own = [f"{name}={value!r}" for name, value in vars(settings).items() if _differs(value, defaults.get(name))]
+    own = [f"{name}={_short(value)}" for name, value in vars(settings).items() if _differs(value, defaults.get(name))]
     lines = [f"{kind.__name__}({', '.join(own)})"]
     for index, group in enumerate(groups):
         schedules = {name: option.schedule for name, option in scheduled[index].items()} if scheduled else {}
@@ -213,7 +213,9 @@ def tensor_count(tensors: Sequence[Tensor]) -> str:
 
 
 def _short(value: object) -> str:
-    """The repr, without the values of a tensor on a device, for which the host would wait."""
+    """The repr, without the values of a tensor on a device, for which the host would wait, and of a model its class."""
+    if isinstance(value, nn.Module):
+        return type(value).__name__
     far = isinstance(value, Tensor) and value.device.type != "cpu"
     return f"a tensor on {value.device}" if isinstance(value, Tensor) and far else repr(value)
 

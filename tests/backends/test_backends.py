@@ -86,7 +86,7 @@ def rounding_watched() -> Iterator[Bounds]:
         new, form = codec.quantize(name, values, like, dither), codec.form_of(name, like)
         dither = dither if form is not None and form.dtype == torch.uint8 else codec.NEAREST
         if form is not None and form.dtype not in LOW:
-            largest = torch.full_like(new[name], 0x77 if form.packed else torch.iinfo(form.dtype).max)
+            largest = torch.full_like(new[name], 0x77 if form.int4 else torch.iinfo(form.dtype).max)
             top = codec.decode(largest, new[f"{name}_scale"], form).view(values.shape)
             old = codec.dequantize(name, like, values.shape)
             if form.relative:
@@ -99,7 +99,7 @@ def rounding_watched() -> Iterator[Bounds]:
             )
             least = (
                 -top
-                if form.dtype.is_signed or form.packed
+                if form.dtype.is_signed or form.int4
                 else torch.where(values > 0, torch.finfo(torch.float32).tiny, 0)
             )
             ends = []
@@ -122,7 +122,7 @@ def rounding_watched() -> Iterator[Bounds]:
 
 def one_by_one(name: str, codes: Tensor) -> Tensor:
     """Return codes with an element for each, also if two of them are in a byte."""
-    return codec.unpacked(codes) if name == "exp_avg" and codes.dtype == torch.uint8 else codes
+    return codec.unpack_int4(codes) if name == "exp_avg" and codes.dtype == torch.uint8 else codes
 
 
 def bounds_of(name: str, codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

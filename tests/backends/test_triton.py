@@ -57,7 +57,7 @@ def bucket(
     steps = [torch.tensor(3.0) for _ in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
-    options = {"blocks": blocks, "packed": state_dtype == torch.uint8, **options}
+    options = {"blocks": blocks, "int4": state_dtype == torch.uint8, **options}
     return Bucket(
         replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
     )
@@ -121,8 +121,8 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.load_weight(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
     state = {name: tensors for name, tensors in of.state.items() if name not in kept}
-    if of.options.packed:
-        state["exp_avg"] = [codec.unpacked(each).to(torch.int8) for each in state["exp_avg"]]
+    if of.options.int4:
+        state["exp_avg"] = [codec.unpack_int4(each).to(torch.int8) for each in state["exp_avg"]]
     return {"x": weights, **state}
 
 

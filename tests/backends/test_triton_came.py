@@ -42,7 +42,7 @@ def bucket(
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
     state: dict[str, list[Tensor]] = {"exp_avg": [torch.randn(shape).to(average) for shape in shapes]}
     if average in (INT8, INT4):
-        form = codec.NIBBLES if average == INT4 else codec.LINEAR
+        form = codec.INT4 if average == INT4 else codec.LINEAR
         leading = [len(shape) - 1 if factor == "last_two" else 1 for shape in shapes]
         coded = [codec.encode(torch.randn(shape), form, leading=n) for shape, n in zip(shapes, leading, strict=True)]
         state = {"exp_avg": [codes for codes, _ in coded], "exp_avg_scale": [scales for _, scales in coded]}
@@ -56,7 +56,7 @@ def bucket(
     for name, kept in rounding.AUX_STATE[options.get("weight_rounding", "nearest")].items():
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
-    options = {"factor": factor, "blocks": average in (INT8, INT4), "packed": average == INT4, **options}
+    options = {"factor": factor, "blocks": average in (INT8, INT4), "int4": average == INT4, **options}
     norms, numbers, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
     return Bucket(
         replace(OPTIONS, **options), params, state, steps, steps, norms, grads, param_ids=numbers, row_offsets=firsts
@@ -127,7 +127,7 @@ def test_a_step_equals_the_reference(kind: str) -> None:
     for name, columns in ours.state.items():
         for mine, true in zip(columns, exact.state[name], strict=True):
             if mine.dtype == INT4:
-                mine, true = codec.unpacked(mine), codec.unpacked(true)
+                mine, true = codec.unpack_int4(mine), codec.unpack_int4(true)
             if "int" in str(mine.dtype):
                 assert (mine.int() - true.int()).abs().max() <= 1
             else:

@@ -115,7 +115,7 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     each = constants.get("TILE_BLOCK", constants.get("BLOCK", 8 * device.THREADS)) // device.THREADS
     bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S"))]
     x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
-    coded, s = bool(constants.get("M_FORM")), s // 2 if constants.get("M_FORM") == "nibbles" else s
+    coded, s = bool(constants.get("M_FORM")), s // 2 if constants.get("M_FORM") == "int4" else s
     return {
         "lars_norms": (2 * (x + kept) + g, 0),
         "lars_apply": (2 * (x + kept + s) + g, 2 * (x + kept + s)),

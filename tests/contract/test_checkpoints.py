@@ -148,7 +148,7 @@ def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, 
     codes = (torch.arange(parameter.numel()) % (2 * top + 1) - top).to(torch.int8).view(shape)
     scales = torch.arange(1.0, 1 + math.prod(outer)).view(*outer, 1)
     values = codes / top * scales.view(*outer, *[1] * (len(shape) - len(outer)))
-    stored = codes if bits == 8 else codec.packed(codes.flatten(len(outer)))
+    stored = codes if bits == 8 else codec.pack_int4(codes.flatten(len(outer)))
     saved["state"][0] |= {"exp_avg": stored, "exp_avg_scale": scales}
     optimizer.load_state_dict(saved_and_loaded(saved))
     state = optimizer.state[parameter]

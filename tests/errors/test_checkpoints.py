@@ -117,14 +117,14 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "codes-of-another-shape": ("exp_avg", lambda codes: codes[:32], "'exp_avg'.*damaged"),
     "twice-as-many-codes": ("exp_avg", lambda codes: codes.repeat(1, 2), "'exp_avg'.*(damaged|another model's)"),
 }
-NIBBLES = {**DAMAGE, "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(0x18), "'exp_avg'.*damaged")}
+INT4 = {**DAMAGE, "a-code-that-is-never-written": ("exp_avg", lambda codes: codes.fill_(0x18), "'exp_avg'.*damaged")}
 
 
 @for_every("damage", DAMAGE)
 @pytest.mark.parametrize("at_hand", [None, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("saved", ["int8", "int4"])
 def test_damaged_codes(damage: str, saved: Literal["int8", "int4"], at_hand: str | None, kind: Kind) -> None:
-    name, spoil, message = (DAMAGE if saved == "int8" else NIBBLES)[damage]
+    name, spoil, message = (DAMAGE if saved == "int8" else INT4)[damage]
     parameter = Parameter(torch.ones(64, 64))
     optimizer = kind([parameter], lr=0.1, state_dtype=saved)
     parameter.grad = torch.ones(64, 64)

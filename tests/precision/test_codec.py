@@ -39,12 +39,12 @@ def test_blocks_run_inside_rows_of_dim_0() -> None:
     assert all(torch.equal(a, b) for a, b in zip(codec.encode(moved), (codes, scales), strict=True))
 
 
-@pytest.mark.parametrize("form", [codec.LINEAR, codec.NIBBLES], ids=lambda f: str(f.dtype))
+@pytest.mark.parametrize("form", [codec.LINEAR, codec.INT4], ids=lambda f: str(f.dtype))
 def test_blocks_run_inside_rows_of_several_leading_dims(form: codec.Form) -> None:
     """They are those of the same values as one matrix, also of a shard of any of these dims."""
     values = torch.randn(5, 3, 300) * torch.logspace(-6, 6, 15).view(5, 3, 1)
     codes, scales = codec.encode(values, form, leading=2)
-    assert codes.shape == ((5, 3, 150) if form.packed else values.shape)
+    assert codes.shape == ((5, 3, 150) if form.int4 else values.shape)
     assert scales.shape == codec.scales_shape(values.shape, 2) == (5, 3, 2)
     as_rows = codec.encode(values.flatten(0, 1), form)
     assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip((codes, scales), as_rows, strict=True))
@@ -74,9 +74,7 @@ def test_the_error_of_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("rows_at_once", [1 << 20, 3000])
-@pytest.mark.parametrize(
-    "form", [codec.LINEAR, codec.NIBBLES, codec.SIGNED, codec.UNSIGNED], ids=lambda f: str(f.dtype)
-)
+@pytest.mark.parametrize("form", [codec.LINEAR, codec.INT4, codec.SIGNED, codec.UNSIGNED], ids=lambda f: str(f.dtype))
 def test_the_expected_error_is_that_of_a_round_trip(
     form: codec.Form, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +87,7 @@ def test_the_expected_error_is_that_of_a_round_trip(
     assert float(codec.expected_error(codes, scales, form)) == pytest.approx(float(error), rel=0.1)
 
 
-@pytest.mark.parametrize("form", [codec.LINEAR, codec.NIBBLES], ids=lambda f: str(f.dtype))
+@pytest.mark.parametrize("form", [codec.LINEAR, codec.INT4], ids=lambda f: str(f.dtype))
 def test_the_expected_error_of_stacked_layers_is_that_of_their_rows(form: codec.Form) -> None:
     """It once raised, or multiplied the codes of one layer by the scales of another."""
     values = torch.randn(64, 1000) * torch.logspace(-3, 3, 64).unsqueeze(1)

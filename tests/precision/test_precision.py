@@ -16,18 +16,18 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.codec import LINEAR, NIBBLES, SIGNED, UNSIGNED, Form
+from bighorn.kernels.codec import INT4, LINEAR, SIGNED, UNSIGNED, Form
 from bighorn.kernels.rounding import LOW, Rounding
 from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
 from tests.support.tables import for_every
 
-FORMS: dict[str, Form] = {"linear": LINEAR, "signed": SIGNED, "unsigned": UNSIGNED, "nibbles": NIBBLES}
+FORMS: dict[str, Form] = {"linear": LINEAR, "signed": SIGNED, "unsigned": UNSIGNED, "int4": INT4}
 CODES: dict[Form, Tensor] = {
     LINEAR: torch.arange(-127, 128, dtype=torch.int8),
     SIGNED: torch.arange(-127, 128, dtype=torch.int8),
     UNSIGNED: torch.arange(256, dtype=torch.uint8),
-    NIBBLES: torch.arange(-7, 8, dtype=torch.int8),
+    INT4: torch.arange(-7, 8, dtype=torch.int8),
 }
 
 
@@ -51,7 +51,7 @@ def test_every_code_survives_a_round_trip(form: Form, scale: float) -> None:
     """Each code is tested with the largest one, which keeps the block's scale. -0 may come back as 0."""
     codes = CODES[form].view(-1, 1)
     rows = torch.cat([codes, codes[-1:].expand_as(codes)], dim=1)
-    rows = codec.packed(rows) if form.packed else rows
+    rows = codec.pack_int4(rows) if form.int4 else rows
     scales = torch.full((len(rows), 1), scale)
     values = codec.decode(rows, scales, form)
     assert values[-1, 0] == torch.tensor(scale)
@@ -67,7 +67,7 @@ def test_codes_rise_with_values(form: Form) -> None:
     assert shares[-1] == 1
 
 
-BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, NIBBLES: 1 / 14}
+BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, INT4: 1 / 14}
 """The largest error of a value, relative to its block's largest: about half the distance of the two upper codes."""
 
 

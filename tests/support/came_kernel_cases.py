@@ -172,7 +172,7 @@ def state_of(x: Tensor, factor: Factor | None, average: torch.dtype | None) -> d
     state = {"exp_avg": torch.zeros_like(x, dtype=average or statistics)}
     leading = x.dim() - 1 if factor == "last_two" else 1
     if average == torch.uint8:
-        state["exp_avg"] = codec.encode(torch.zeros_like(x), codec.NIBBLES, leading=leading)[0]
+        state["exp_avg"] = codec.encode(torch.zeros_like(x), codec.INT4, leading=leading)[0]
     if average in (torch.int8, torch.uint8):
         state["exp_avg_scale"] = torch.zeros(codec.scales_shape(x.shape, leading))
     if factor is None:

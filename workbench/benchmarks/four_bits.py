@@ -86,7 +86,7 @@ def form(values: Tensor, threshold: Threshold) -> Form:
         low, high = values[below], values[below + 1]
         return (below + ((size - low) / (high - low) >= threshold(size))) * share.sign()
 
-    return Form(torch.uint8, to_code, lambda code: values[code.abs().long()] * code.sign(), packed=True)
+    return Form(torch.uint8, to_code, lambda code: values[code.abs().long()] * code.sign(), int4=True)
 
 
 FORMS = {
@@ -147,7 +147,7 @@ def errors_of_steps(data: str | None, steps: int) -> dict[str, dict[str, float]]
 
 def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
     """Return the loss on test data of a run with the momentum in a form."""
-    tried, block = FORMS.get(name, (codec.NIBBLES, codec.BLOCK))
+    tried, block = FORMS.get(name, (codec.INT4, codec.BLOCK))
     before, codec.MOMENT_FORMS["exp_avg"][torch.uint8] = codec.MOMENT_FORMS["exp_avg"][torch.uint8], tried
     try:
         with blocks_of(block):

@@ -42,7 +42,7 @@ class Form:
         dtype: The dtype of codes.
         to_code: The function from magnitudes of shares, 0 to 1, to those of codes, in float32, in the same memory.
         to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
-        packed: Whether codes have 4 bits; a byte then has two, and codes are `[rows, bytes of a row]`.
+        int4: Whether codes have 4 bits; a byte then has two, and codes are `[rows, bytes of a row]`.
         relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
         least: The least code of a value that is not 0, since another number may be divided by it; 0 if it may become 0.
     """
@@ -50,7 +50,7 @@ class Form:
     dtype: torch.dtype
     to_code: Callable[[Tensor, Dither], Tensor]
     to_share: Callable[[Tensor], Tensor]
-    packed: bool = False
+    int4: bool = False
     relative: bool = False
     least: float = 0.0
 
@@ -82,17 +82,17 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
 LINEAR = Form(torch.int8, lambda share, _: share.mul_(TOP).round_(), lambda code: code.div_(TOP))
 """The form of CAME's momentum, whose values have similar magnitudes, since the updates that it averages do."""
 
-NIBBLES = Form(
+INT4 = Form(
     torch.uint8,
     lambda share, dither: share.mul_(7 << 16).round_().add_(dither).div_(2**16).floor_(),
     lambda code: code.div_(7),
-    packed=True,
+    int4=True,
 )
 """The form of CAME's and LARS's momentum in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by
 less than the distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss
 (workbench/benchmarks/results/four-bits.json)."""
 
-RATIOS = replace(NIBBLES, relative=True)
+RATIOS = replace(INT4, relative=True)
 """The form of LAMB's first moment in 4 bits, as the ratio m / sqrt(v) that its update is made of.
 
 The ratio of an element is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 by default. Codes of m
@@ -110,7 +110,7 @@ A step changes the moment by less than the distance of two codes, so that roundi
 change it. It is therefore dithered.
 """
 
-MOMENT_FORMS = {"exp_avg": {torch.int8: SIGNED, torch.uint8: NIBBLES}, "exp_avg_sq": {torch.uint8: UNSIGNED}}
+MOMENT_FORMS = {"exp_avg": {torch.int8: SIGNED, torch.uint8: INT4}, "exp_avg_sq": {torch.uint8: UNSIGNED}}
 """The forms of LAMB and LARS by state name and dtype."""
 
 
@@ -124,8 +124,8 @@ def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
     is_lamb = "exp_avg_sq_scale" in state
     is_came = not is_lamb and any(key.startswith("exp_avg_sq") for key in state)
     form = MOMENT_FORMS[name].get(state[name].dtype)
-    if form is NIBBLES:
-        return RATIOS if is_lamb else NIBBLES
+    if form is INT4:
+        return RATIOS if is_lamb else INT4
     return LINEAR if is_came and form is SIGNED else form
 
 
@@ -179,19 +179,19 @@ def scales_shape(shape: Sequence[int], leading: int = 1) -> tuple[int, ...]:
     return *rows, -(-math.prod(shape[leading:]) // BLOCK)
 
 
-def packed(codes: Tensor) -> Tensor:
+def pack_int4(codes: Tensor) -> Tensor:
     """Return codes of 4 bits, integers in any dtype, two to a byte: `[rows, an even number]` to `[rows, half of it]`.
 
     Example:
-        >>> packed(torch.tensor([[1, -1, 7, 0]]))
+        >>> pack_int4(torch.tensor([[1, -1, 7, 0]]))
         tensor([[241,   7]], dtype=torch.uint8)
     """
     low = codes.to(torch.int16) & 15
     return (low[..., ::2] | low[..., 1::2] << 4).to(torch.uint8)
 
 
-def unpacked(codes: Tensor) -> Tensor:
-    """Return the inverse of `packed`, int8."""
+def unpack_int4(codes: Tensor) -> Tensor:
+    """Return the inverse of `pack_int4`, int8."""
     both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).to(torch.int8)
     return both.bitwise_xor_(8).sub_(8)
 
@@ -212,8 +212,8 @@ def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST, leadin
     shape, rows = scales_shape(values.shape, leading), _in_rows(values, leading)
     codes, scales = to_codes(rows, form, _in_rows(dither, leading) if isinstance(dither, Tensor) else dither)
     codes = _unblocked(codes, rows.shape)
-    if form.packed:
-        return packed(codes).view(*shape[:-1], rows.shape[1] // 2), scales.view(shape)
+    if form.int4:
+        return pack_int4(codes).view(*shape[:-1], rows.shape[1] // 2), scales.view(shape)
     return codes.to(form.dtype).view(values.shape), scales.view(shape)
 
 
@@ -241,9 +241,9 @@ def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
         tensor([[ 0.7000, -0.7000,  0.0000]])
     """
     rows = _in_rows(codes, scales.dim() - 1)
-    rows = unpacked(rows) if form.packed else rows
+    rows = unpack_int4(rows) if form.int4 else rows
     blocks = from_codes(_blocks(rows.to(torch.float32)), scales.flatten(0, -2), form)
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if form.packed else codes.shape
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if form.int4 else codes.shape
     return _unblocked(blocks, rows.shape).view(shape)
 
 
@@ -264,18 +264,18 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, one that is not finite NaN.
 
     Example:
-        >>> codes, scales = encode(torch.tensor([[1.0, -0.5, 0.0, 0.25]]), NIBBLES)
-        >>> round(float(expected_error(codes, scales, NIBBLES)), 3)
+        >>> codes, scales = encode(torch.tensor([[1.0, -0.5, 0.0, 0.25]]), INT4)
+        >>> round(float(expected_error(codes, scales, INT4)), 3)
         0.098
     """
     codes, scales = _in_rows(codes, scales.dim() - 1), scales.flatten(0, -2)
-    low, high = (-7, 7) if form.packed else (-TOP, TOP) if form.dtype.is_signed else (0, 255)
+    low, high = (-7, 7) if form.int4 else (-TOP, TOP) if form.dtype.is_signed else (0, 255)
     shares = form.to_share(torch.arange(low, high + 1, dtype=torch.float32, device=codes.device))
     squares = torch.gradient(shares)[0].square() / (12 if form.dtype.is_signed else 6)
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     rows = max(1, CODES_AT_ONCE * len(scales) // max(codes.numel(), 1))
     for part, scale in zip(torch.split(codes, rows), torch.split(scales, rows), strict=True):
-        index = (unpacked(part) if form.packed else part.int()).long() - low
+        index = (unpack_int4(part) if form.int4 else part.int()).long() - low
         of_blocks = [_blocks(each[index]).sum(dim=-1) for each in (squares, shares.square())]
         sums += torch.stack([(each.double() * scale.double().square()).sum().cpu() for each in of_blocks])
     lost, whole = sums

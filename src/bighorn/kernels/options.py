@@ -77,7 +77,7 @@ class KernelOptions:
     rounding_seed: Annotated[int, Option(count, ctypes.c_uint64)] = 0
     blocks: bool = False
     """Whether moments are kept in blocks, as in `kernels/codec.py`."""
-    packed: bool = False
+    int4: bool = False
     """Whether the first moment is kept in codes of 4 bits."""
 
 

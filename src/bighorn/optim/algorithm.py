@@ -46,7 +46,7 @@ class Variant(NamedTuple):
     factored: bool
     blocks: bool
     """Whether moments are kept in blocks."""
-    packed: bool
+    int4: bool
     """Whether the first one is kept in codes of 4 bits."""
 
 
@@ -58,7 +58,7 @@ class ParamTraits(NamedTuple):
     """The number of leading dims that must be outermost in memory."""
     blocks: bool
     """Whether moments are kept in blocks."""
-    packed: bool
+    int4: bool
     """Whether the first one is kept in codes of 4 bits."""
     spec: StateSpec
     """The state tensors, besides `step`."""
@@ -138,7 +138,7 @@ class Algorithm(ABC, Generic[Options]):
             "lr": float(lr) if not isinstance(lr, Tensor) or lr.device.type == "cpu" else lr.reshape(()),
             "weight_decay": group["weight_decay"] if variant.decays else 0.0,
             "blocks": variant.blocks,
-            "packed": variant.packed,
+            "int4": variant.int4,
             **{name: group[name] for name in self.passed_on},
         }
 

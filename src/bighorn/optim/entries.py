@@ -73,7 +73,7 @@ def entry_of(
         centres=centres,
         factored=traits.factored,
         blocks=traits.blocks,
-        packed=traits.packed,
+        int4=traits.int4,
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or group["weight_rounding"] == "stochastic"
@@ -132,7 +132,7 @@ def _flat_entries(
             centres=False,
             factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
-            packed=False,
+            int4=False,
         )
         yield Entry(
             tensor,

@@ -185,7 +185,7 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
         new = codec.form_of(name, spec)
         if isinstance(scales, Tensor):
             old = codec.form_of(name, state)
-            whole = shape if old is not None and old.packed else values.shape
+            whole = shape if old is not None and old.int4 else values.shape
             _check_codes(name, values, scales, whole, old, what)
             if old is new and scales.dim() == spec[f"{name}_scale"].dim():
                 continue
@@ -216,7 +216,7 @@ def _check_codes(
         )
     leading = max(scales.dim() - 1, 1)
     expected = codec.scales_shape(shape, leading)
-    codes = (*shape[:leading], shape[leading:].numel() // 2) if form.packed else shape
+    codes = (*shape[:leading], shape[leading:].numel() // 2) if form.int4 else shape
     if scales.shape != expected or values.shape != codes:
         raise ValueError(
             f"state {name!r} of {what} has codes of shape {tuple(values.shape)}, and scales of shape "

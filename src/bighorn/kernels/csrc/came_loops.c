@@ -12,7 +12,7 @@ static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_
 static float *read_m(const FactoredRow *row, int64_t start, int n, float *buffer) {
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
-    else if (row->state_type == INT4) decode(CODEC_NIBBLES, &data, start, n, buffer);
+    else if (row->state_type == INT4) decode(CODEC_INT4, &data, start, n, buffer);
     else return widen(row->exp_avg, row->state_type, start, n, buffer);
     return buffer;
 }
@@ -21,7 +21,7 @@ static float *read_m(const FactoredRow *row, int64_t start, int n, float *buffer
 static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start, int n, float *buffer) {
     const CodecData data = codes_of(row);
     if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
-    else if (row->state_type == INT4) encode(CODEC_NIBBLES, &data, start, n, buffer, f->dither);
+    else if (row->state_type == INT4) encode(CODEC_INT4, &data, start, n, buffer, f->dither);
     else {
         narrow(buffer, n, row->exp_avg, row->state_type, start);
         widen(row->exp_avg, row->state_type, start, n, buffer);
@@ -97,7 +97,7 @@ static float rounded_momentum_loop(const FactoredRow *row, const CameFactors *f,
                                    float *restrict elements) {
     float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
     if (row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
-    else if (row->state_type == INT4) advance_codes(CODEC_NIBBLES, row, f, start, n, g, r, c, u, m);
+    else if (row->state_type == INT4) advance_codes(CODEC_INT4, row, f, start, n, g, r, c, u, m);
     else {
         read_m(row, start, n, m);
         for (int i = 0; i < n; i++) {

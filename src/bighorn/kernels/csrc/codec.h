@@ -9,7 +9,7 @@
 enum { CODEC_BLOCK_ELEMS = 256 };
 
 /* The conversion of a value's share of its block's scale to a code. */
-enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_NIBBLES };
+enum CodecForm { CODEC_LINEAR, CODEC_SIGNED, CODEC_UNSIGNED, CODEC_INT4 };
 
 /* ---- positions of blocks --------------------------------------------------------------------------------- */
 
@@ -58,7 +58,7 @@ typedef struct {
 /* The number that the largest code stands for: in CODEC_SIGNED and CODEC_UNSIGNED the specification's 63, times a power
  * of 2 that suits the bit operations. */
 FORCE_INLINE_TEMPLATE float top_of(const enum CodecForm form) {
-    return form == CODEC_LINEAR ? 127 : form == CODEC_NIBBLES ? 7 : 63 / 32.0f;
+    return form == CODEC_LINEAR ? 127 : form == CODEC_INT4 ? 7 : 63 / 32.0f;
 }
 
 FORCE_INLINE_TEMPLATE CodecScale scale_of(const enum CodecForm form, float scale) {
@@ -95,7 +95,7 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
 /* Loops over a part have no `omp simd`: codes are vectorized by 64, and GCC 12 would compute the rest of such a loop
  * one by one, which is all of a short row. */
 
-/* The codes and scales of CODEC_LINEAR, or of CODEC_NIBBLES, two codes to a byte. */
+/* The codes and scales of CODEC_LINEAR, or of CODEC_INT4, two codes to a byte. */
 typedef struct {
     int8_t *codes;
     float *scales;
@@ -103,7 +103,7 @@ typedef struct {
 } CodecData;
 
 /* Copies an even number of codes from `both`, two to a byte, and to it. */
-static inline void unpack_nibbles(const int8_t *restrict both, int n, int8_t *restrict codes) {
+static inline void unpack_int4(const int8_t *restrict both, int n, int8_t *restrict codes) {
 #pragma omp simd
     for (int i = 0; i < n / 2; i++) {
         const uint8_t first = both[i] & 15, second = (uint8_t)both[i] >> 4;
@@ -112,7 +112,7 @@ static inline void unpack_nibbles(const int8_t *restrict both, int n, int8_t *re
     }
 }
 
-static inline void pack_nibbles(const int8_t *restrict codes, int n, int8_t *restrict both) {
+static inline void pack_int4(const int8_t *restrict codes, int n, int8_t *restrict both) {
 #pragma omp simd
     for (int i = 0; i < n / 2; i++) both[i] = (int8_t)((codes[2 * i] & 15) | (uint8_t)codes[2 * i + 1] << 4);
 }
@@ -120,9 +120,9 @@ static inline void pack_nibbles(const int8_t *restrict codes, int n, int8_t *res
 /* Returns the codes of a part, each in a byte: in place, or in the buffer, which has two bytes more than a block. */
 FORCE_INLINE_TEMPLATE const int8_t *codes_at(const enum CodecForm form, const CodecData *data, CodecPart part,
                                              int8_t *buffer) {
-    if (form != CODEC_NIBBLES) return data->codes + part.start;
+    if (form != CODEC_INT4) return data->codes + part.start;
     const int odd = part.start & 1;
-    unpack_nibbles(data->codes + part.start / 2, part.size + odd + 1, buffer);
+    unpack_int4(data->codes + part.start / 2, part.size + odd + 1, buffer);
     return buffer + odd;
 }
 
@@ -138,17 +138,17 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
 }
 
 /* Encodes the values of a whole block, the largest of whose magnitudes has these bits, and replaces them by the numbers
- * that the codes stand for. `phase` is the dither phase of the tensor's first element; CODEC_NIBBLES uses it. */
+ * that the codes stand for. `phase` is the dither phase of the tensor's first element; CODEC_INT4 uses it. */
 FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecData *data, CodecPart part,
                                         uint32_t largest, uint32_t phase, float *restrict values) {
     const CodecScale scale = new_scale(form, largest);
     const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
     int8_t unpacked[CODEC_BLOCK_ELEMS];
-    int8_t *restrict codes = form == CODEC_NIBBLES ? unpacked : data->codes + part.start;
+    int8_t *restrict codes = form == CODEC_INT4 ? unpacked : data->codes + part.start;
     uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
     data->scales[part.scale] = scale.scale;
     make_ready(values, part.size, &scale);
-    if (form == CODEC_NIBBLES) {
+    if (form == CODEC_INT4) {
         for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
             const float value = (float)values[i];
             const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;
@@ -163,7 +163,7 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
             values[i] = (nearest - ROUND_TO_INTEGER) * unit;
         }
     }
-    if (form == CODEC_NIBBLES) pack_nibbles(unpacked, part.size, data->codes + part.start / 2);
+    if (form == CODEC_INT4) pack_int4(unpacked, part.size, data->codes + part.start / 2);
 }
 
 /* Encodes elements [start, start + n), which must be whole blocks, likewise. */

@@ -35,7 +35,7 @@ typedef struct {
                                : function(form, FLOAT32, block, __VA_ARGS__))
 #define FOR_FORMS(block, function, ...)                                                      \
     ((block)->row->state_type == INT8 ? FOR_TYPE(CODEC_SIGNED, block, function, __VA_ARGS__) \
-                                      : FOR_TYPE(CODEC_NIBBLES, block, function, __VA_ARGS__))
+                                      : FOR_TYPE(CODEC_INT4, block, function, __VA_ARGS__))
 
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
@@ -55,11 +55,11 @@ FORCE_INLINE_TEMPLATE Lanes powers(const enum CodecForm form, Lanes reduced) {
 }
 
 FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *codes, int i) {
-    if (form == CODEC_NIBBLES) return from_ints(load_bytes((const uint8_t *)codes + i, 1));
+    if (form == CODEC_INT4) return from_ints(load_bytes((const uint8_t *)codes + i, 1));
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == CODEC_SIGNED)));
 }
 
-/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED and CODEC_NIBBLES, here in a
+/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED and CODEC_INT4, here in a
  * byte each, are dithered by `dither` (rounding.h). */
 FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value, float factor, LaneWords dither,
                                          void *codes, int i) {
@@ -71,7 +71,7 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
         return powers(CODEC_SIGNED,
                       fused(code, lanes(REDUCED(CODEC_SIGNED)), lanes(-ROUND_TO_INTEGER * REDUCED(CODEC_SIGNED))));
     }
-    if (form == CODEC_NIBBLES) {
+    if (form == CODEC_INT4) {
         Lanes code = from_ints((nearest_ints(magnitudes(power) * 0x1p16f) + (dither >> 16)) >> 16);
         code = with_sign(code, power);
         store_bytes((uint8_t *)codes + i, nearest_ints(code));
@@ -84,12 +84,12 @@ FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value,
     return powers(CODEC_UNSIGNED, REDUCED(CODEC_UNSIGNED) * from_ints(code));
 }
 
-/* Computes u from the numbers that codes stand for. CODEC_NIBBLES is m relative to the root of v. */
+/* Computes u from the numbers that codes stand for. CODEC_INT4 is m relative to the root of v. */
 FORCE_INLINE_TEMPLATE Lanes updates(const enum CodecForm form, LambFloats f, float m_unit, float v_root_unit, Lanes x,
                                     Lanes m, Lanes v) {
     const Lanes root = square_root(v);
     f.correction *= m_unit;
-    return update_of(f, x, form == CODEC_NIBBLES ? m * (root * v_root_unit) : m, root, v_root_unit);
+    return update_of(f, x, form == CODEC_INT4 ? m * (root * v_root_unit) : m, root, v_root_unit);
 }
 
 /* ---- one block ------------------------------------------------------------------------------------------- */
@@ -110,7 +110,7 @@ static void load_block_codes(LambQuantBlock *block) {
     const int64_t start = block->start;
     block->m_codes = (uint8_t *)row->exp_avg + start, block->v_codes = (uint8_t *)row->exp_avg_sq + start;
     if (row->state_type == INT4) {
-        unpack_nibbles((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
+        unpack_int4((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
         block->m_codes = block->m_buffer;
     }
     if (block->n % LANES) {
@@ -145,7 +145,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type,
     const LayerRow *row = block->row;
     const float m_unit = scale_of(form, row->exp_avg_scale[block->scale]).unit;
     const float v_unit = scale_of(CODEC_UNSIGNED, row->exp_avg_sq_scale[block->scale]).unit;
-    const float v_root_unit = form == CODEC_NIBBLES ? sqrtf(v_unit) : 1;
+    const float v_root_unit = form == CODEC_INT4 ? sqrtf(v_unit) : 1;
     const void *g = block->g, *m_codes = block->m_codes, *v_codes = block->v_codes;
     const int n = block->n;
     LaneWords m_top = {0}, v_top = {0};
@@ -153,7 +153,7 @@ FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type,
     for (int i = 0; i < n; i += LANES) {
         Lanes grad = f.scale * load_as(type, g, i);
         Lanes m = load_powers(form, m_codes, i), v = load_powers(CODEC_UNSIGNED, v_codes, i);
-        if (form == CODEC_NIBBLES) m *= square_root(v) * v_root_unit;
+        if (form == CODEC_INT4) m *= square_root(v) * v_root_unit;
         m = next_m(f, m, grad), v = next_v(f, v, grad);
         store(block->m + i, m);
         store(block->v + i, v);
@@ -182,7 +182,7 @@ static void divide(LambQuantBlock *block, const LambFloats f) {
         store(block->m + i, m);
         top = larger(top, (LaneWords)magnitudes(m));
     }
-    block->m_scale = new_scale(CODEC_NIBBLES, largest(top));
+    block->m_scale = new_scale(CODEC_INT4, largest(top));
 }
 
 /* Stores the moments' codes, and computes u from the numbers that these stand for. */
@@ -199,7 +199,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(form, load(block->m + i), m_scale.factor, dither, m_codes, i);
         Lanes v = load(block->v + i);
-        if (form != CODEC_NIBBLES) v = store_powers(CODEC_UNSIGNED, v, v_scale.factor, dither, v_codes, i);
+        if (form != CODEC_INT4) v = store_powers(CODEC_UNSIGNED, v, v_scale.factor, dither, v_codes, i);
         dither += (uint32_t)LANES * DITHER_STRIDE;
         Lanes x = load_as(type, all_x, i), u = updates(form, f, m_scale.unit, v_root_unit, x, m, v);
         store(all_u + i, u);
@@ -217,7 +217,7 @@ static void store_moments(LambQuantBlock *block, const LambFloats *f, LambLaneSu
     make_ready(block->m, block->n, &block->m_scale);
     row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     FOR_FORMS(block, encode_as, *f, sums);
-    if (row->state_type == INT4) pack_nibbles(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
+    if (row->state_type == INT4) pack_int4(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
     else if (block->n % LANES) memcpy((uint8_t *)row->exp_avg + block->start, block->m_codes, (size_t)block->n);
     if (block->n % LANES) {
         memcpy((uint8_t *)row->exp_avg_sq + block->start, block->v_codes, (size_t)block->n);

@@ -74,7 +74,7 @@ class LambGroup(Group[LambOptions]):
             u = self._fused_ratio(g, t, apply_mask)
             return u, self._agreement(g, self.state["exp_avg"])
         self.blank(g, apply_mask)
-        m = self.load("exp_avg") if o.packed else []  # in 4 bits it is relative to v as it was stored
+        m = self.load("exp_avg") if o.int4 else []  # in 4 bits it is relative to v as it was stored
         v = self.load("exp_avg_sq")
         if o.second_moment != "adagrad":
             torch._foreach_mul_(v, self.unless(apply_mask, beta2, 1.0))

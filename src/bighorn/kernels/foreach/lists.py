@@ -53,7 +53,7 @@ CACHED_BYTES = 1 << 24
 def temporary_bytes(bucket: Bucket[Options]) -> int:
     """Return the temporaries of an element in a step, which `tests/device/test_counts.py` measures."""
     o, x, m = bucket.options, bucket.params[0], bucket.state["exp_avg"][0]
-    if o.packed:
+    if o.int4:
         return 26
     if x.itemsize >= 4 and m.itemsize >= 4:
         return x.itemsize * (2 if getattr(o, "cautious", False) else 1)
@@ -172,7 +172,7 @@ class Group(Generic[Options]):
         """Return a moment to compute in: itself, or copies in the dtype of the arithmetic."""
         if not self.in_blocks:
             return widened(self.state[name], self.dtype)
-        if self.bucket.options.packed:
+        if self.bucket.options.int4:
             stored = self._of_blocks("exp_avg_sq", name) if self._form(name).relative else self._of_blocks(name)
             return self.blocks.parts(dequantize(name, stored), self.x)
         codes = self.blocks.whole(self.state[name], dtype=torch.float32)
@@ -188,7 +188,7 @@ class Group(Generic[Options]):
             return values
         form = self._form(name)
         dithered = form.dtype == torch.uint8
-        if self.bucket.options.packed:
+        if self.bucket.options.int4:
             state = self._of_blocks("exp_avg_sq") if form.relative else self._of_blocks()
             new = quantize(name, values.take(), state, self._dither(t) if dithered else NEAREST)
             self._write(new, apply_mask)
@@ -211,8 +211,8 @@ class Group(Generic[Options]):
         """Return a state for the codec: these moments or scales with a row for each block, others of any tensor."""
         state = {key: each[0].flatten(0, -2) if "scale" in key else each[0] for key, each in self.state.items()}
         for key in [each for name in names for each in (name, f"{name}_scale") if each in state]:
-            packed = key == "exp_avg" and state[key].dtype == torch.uint8
-            width = 1 if key.endswith("_scale") else BLOCK // 2 if packed else BLOCK
+            int4 = key == "exp_avg" and state[key].dtype == torch.uint8
+            width = 1 if key.endswith("_scale") else BLOCK // 2 if int4 else BLOCK
             state[key] = self.blocks.whole(self.state[key], width)
         return state
 

@@ -34,7 +34,7 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
     """Whether a bucket's step uses random bits, for weights, or dither, for moments that are dithered."""
-    if bucket.options.weight_rounding == "stochastic" or bucket.options.packed:
+    if bucket.options.weight_rounding == "stochastic" or bucket.options.int4:
         return True
     moments = bucket.state.get("exp_avg_sq", [])
     return bool(moments) and moments[0].dtype == torch.uint8

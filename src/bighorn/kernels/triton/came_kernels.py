@@ -240,7 +240,7 @@ def came_average(
     )
     pointers = common.at(g, start, G), scaling.average_at(row_ptr, m, start, shape[2], S, M_FORM)
     parts = row_parts, col_parts
-    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "nibbles", CUT)
+    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "int4", CUT)
     if tiling.aligned(m, shape, VECTOR):
         if g % 16 == 0:
             average(

@@ -14,7 +14,7 @@ from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowInde
 from bighorn.kernels.triton.tables import Uploads
 from bighorn.kernels.triton.tiles import TileGrid, area_of, tile_grid
 
-FORMS = {torch.int8: "linear", torch.uint8: "nibbles"}
+FORMS = {torch.int8: "linear", torch.uint8: "int4"}
 """The forms of averages in codes, as `codec_kernels.py` names them."""
 
 

@@ -90,7 +90,7 @@ def average_at(row_ptr, address, start, width, S: tl.constexpr, FORM: tl.constex
     """
     first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
     scales = common.at(tl.load(row_ptr + layout.row.EXP_AVG_SCALE), first, tl.float32)
-    return common.at(address, start // 2 if FORM == "nibbles" else start, S), scales
+    return common.at(address, start // 2 if FORM == "int4" else start, S), scales
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def rows_at(i, shape, FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constex
     else:
         lines = i + tl.arange(0, ROWS)
         blocks, exist = lines * tl.cdiv(shape[2], codec.CODES), lines < shape[0]
-        if FORM == "nibbles":
+        if FORM == "int4":
             halves = shape[0], shape[1] // 2, shape[2] // 2
             return offsets, mask, blocks, exist, tiling.tile_block(i, halves, (VECTOR + 1) // 2, WIDE // 2, ROWS)
         else:

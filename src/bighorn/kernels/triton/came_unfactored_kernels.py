@@ -105,7 +105,7 @@ def came_move(
         codec.moment_at(row_ptr + columns.row.EXP_AVG, row_ptr + layout.row.EXP_AVG_SCALE, start, S, M_FORM),
         common.at(v, start, tl.float32),
     )
-    RANDOM: tl.constexpr = ROUNDING == "stochastic" or M_FORM == "nibbles"
+    RANDOM: tl.constexpr = ROUNDING == "stochastic" or M_FORM == "int4"
     rng_key = weights.rng_key(row_ptr, common.count(row_ptr), RANDOM, CUT)
     positions = first, start, tl.load(row_ptr + columns.row.INNER), rng_key
     VECTOR: tl.constexpr = common.UNMASKED if M_FORM == "" else CODES

@@ -42,7 +42,7 @@ def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, B
         in_row = tl.cdiv(inner, CODES)
         line, block = (numbers // in_row).to(tl.int64), numbers % in_row
         offsets, mask = in_blocks(line, block, exist, inner, VECTOR, CODES)
-        if FORM == "nibbles":
+        if FORM == "int4":
             stored = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
             return offsets, mask, numbers, exist, stored
         else:
@@ -95,7 +95,7 @@ def write_moment(moment, where, value, rng, FORM: tl.constexpr, VECTOR: tl.const
 @triton.jit
 def stored_at(where, FORM: tl.constexpr):
     """Return offsets and mask of the codes of one form as they are stored."""
-    if FORM == "nibbles":
+    if FORM == "int4":
         return where[4]
     else:
         return where[0], where[1]
@@ -104,9 +104,9 @@ def stored_at(where, FORM: tl.constexpr):
 @triton.jit
 def read_codes(pointer, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of codes that are stored at some offsets, with a mask."""
-    if FORM == "nibbles":
+    if FORM == "int4":
         both = common.read(pointer, where[0], where[1], (VECTOR + 1) // 2).to(tl.int32)
-        return signed_nibble(tl.reshape(tl.join(both, both >> 4), (both.shape[0], both.shape[1] * 2)))
+        return signed_int4(tl.reshape(tl.join(both, both >> 4), (both.shape[0], both.shape[1] * 2)))
     else:
         return common.read(pointer, where[0], where[1], VECTOR)
 
@@ -114,7 +114,7 @@ def read_codes(pointer, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
 @triton.jit
 def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Store a block of codes at some offsets, with a mask, and return the codes as they are stored."""
-    if FORM == "nibbles":
+    if FORM == "int4":
         low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
         common.write(pointer, where[0], where[1], (low & 15) | (high & 15) << 4, (VECTOR + 1) // 2)
         return codes
@@ -123,7 +123,7 @@ def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr)
 
 
 @triton.jit
-def signed_nibble(bits):
+def signed_int4(bits):
     """Return the codes whose two's complements are the lower 4 bits, as float32, of which 2^23 has a last bit of 1."""
     return common.as_float((bits & 15) ^ (TWO_TO_23 | 8)) - (2.0**23 + 8)
 
@@ -134,7 +134,7 @@ def decoded(codes, scale, FORM: tl.constexpr):
     code = codes.to(tl.float32)
     if FORM == "linear":
         return code * ONE_127TH * scale
-    elif FORM == "nibbles":
+    elif FORM == "int4":
         return code * ONE_7TH * scale
     elif FORM == "signed":
         share = power(magnitude(code), SIGNED_END, 1)
@@ -161,7 +161,7 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
         code = nearest(share * 127)
     elif FORM == "signed":
         code = nearest(root(share, SIGNED_END, 1))
-    elif FORM == "nibbles":
+    elif FORM == "int4":
         code = dithered(share * 7, rng, 7)
     else:
         code = tl.maximum(dithered(root(share, UNSIGNED_END, 2), rng, 255), 1)

@@ -82,7 +82,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     m = beta1 * m + beta3 * g  # LAMB-m
     v = beta2 * v + beta4 * (g * g)  # LAMB-v
     v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
-    if mode.M_FORM == "nibbles":
+    if mode.M_FORM == "int4":
         root = tl.sqrt_rn(v)
         is_zero = root == 0
         m = tl.div_rn(tl.where(is_zero, 0.0, m), tl.where(is_zero, 1.0, root))
@@ -177,14 +177,14 @@ def read_moments(stored, place, VECTOR: tl.constexpr, mode):
     """Return blocks of m and v as they are stored: codes of 4 bits are relative to the root of v."""
     m = codec.read_moment(stored[0], place.where, mode.M_FORM, VECTOR)
     v = codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR)
-    return (m * tl.sqrt_rn(v) if mode.M_FORM == "nibbles" else m), v
+    return (m * tl.sqrt_rn(v) if mode.M_FORM == "int4" else m), v
 
 
 @triton.jit
 def ratio(m, v, m_factor, root_eps, mode):
     """Return r of a block. Both bias corrections are in the tensor's scalars."""
     m, divisor = m * m_factor, tl.sqrt_rn(v) + root_eps
-    if mode.M_FORM == "nibbles":
+    if mode.M_FORM == "int4":
         # A GPU divides 0 in a subroutine, for which all threads of a warp wait, and of codes of 4 bits many are 0.
         is_zero = m == 0
         return tl.div_rn(tl.where(is_zero, 2.0**-64, m), divisor) * tl.where(is_zero, m, 1.0)

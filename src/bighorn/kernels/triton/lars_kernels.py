@@ -76,7 +76,7 @@ def lars_apply(
 ):  # fmt: skip
     """Step momentum and x."""
     # A thread has as many codes of 4 bits as elements of the parameter in 128 bits.
-    CODES: tl.constexpr = 4 if M_FORM == "nibbles" and tl.float32 == X else 8
+    CODES: tl.constexpr = 4 if M_FORM == "int4" and tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (columns.row.EXP_AVG,), step, numbers, False,

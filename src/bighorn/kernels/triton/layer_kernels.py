@@ -88,7 +88,7 @@ def run_chunk(
         tl.store(factor_ptr + layout.STEP_NUMBER, t)
     else:
         t = tl.load(factor_ptr + layout.STEP_NUMBER)
-    DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "nibbles"
+    DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "int4"
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
     positions = first, start, tl.load(row_ptr + columns.row.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES

@@ -15,7 +15,7 @@ from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowInde
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
-FORMS = {torch.int8: ("signed", "unsigned"), torch.uint8: ("nibbles", "unsigned")}
+FORMS = {torch.int8: ("signed", "unsigned"), torch.uint8: ("int4", "unsigned")}
 """The forms of both moments in blocks, as `codec_kernels.py` names them."""
 
 

@@ -125,6 +125,20 @@ def test_a_value_written_by_hand_holds_for_one_step_that_does_not_count() -> Non
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.1 / 2, 0.2)
 
 
+def test_a_resumed_schedule_goes_on_at_the_count_of_its_group() -> None:
+    """Which is below the count of its parameters, since a step with a value written by hand does not count."""
+    params, resumed = weights(), weights()
+    optimizer = Lamb(params, lr=falling)
+    step(params, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(params, optimizer, 1)
+    other = Lamb(resumed, lr=falling)
+    other.load_state_dict(optimizer.state_dict())
+    step(resumed, other, 2)
+    assert float(other.state[resumed[0]]["step"]) == 3
+    assert other.param_groups[0]["lr"] == falling(1)
+
+
 def test_a_call_that_a_scaler_skips_counts() -> None:
     params = weights()
     optimizer = Lamb(params, lr=falling)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from bighorn import Came, Lamb, Lars
 from tests.support.case_tensors import LARGE
@@ -15,6 +17,7 @@ from tests.support.cases import CASES, Case, allow_gradients_of, set_gradients
 from tests.support.covering_cases import covering
 from tests.support.offloading import OVERLAPS, Make, Overlap, backward_with, loss_of, network, offloaded
 from tests.support.optimizer_runs import assert_bitwise, assert_same_everything, copies
+from tests.support.processes import group_of_one
 
 STEPS = 3
 
@@ -120,3 +123,30 @@ def test_arrival_in_any_order(options: dict[str, Any]) -> None:
         found.append(list(net.parameters()))
     for other in found[1:]:
         assert_bitwise(found[0], other)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_graph_from_before_the_step_is_refused(overlap: Overlap) -> None:
+    net = network()
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), overlap=overlap)
+    before = loss_of(net, 1)
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+
+
+def test_a_write_into_a_shard_is_noticed() -> None:
+    """A distributed tensor does not count the writes into its shard."""
+    with group_of_one():
+        net = nn.Linear(3, 2, bias=False)
+        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        optimizer = offloaded(net, Lamb(net.parameters(), lr=0.0))
+        for value in (0.5, 0.25):
+            with torch.no_grad():
+                net.weight.to_local().fill_(value)  # type: ignore[operator]
+            net.weight.grad = distribute_tensor(torch.ones(2, 3), net.weight.device_mesh, [Shard(0)])  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.synchronize()
+            assert net.weight.full_tensor().unique().tolist() == [value]  # type: ignore[operator]

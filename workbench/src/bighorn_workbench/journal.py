@@ -60,7 +60,8 @@ class Journal(JournalFileBackend):
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
         try:
             with self._locked(), self.path.open("r+b", buffering=0) as file:
-                end = _end_of_lines(file)
+                end = _end_of_lines(file, file.seek(0, 2))
+                self._check_last_line(file, end)
                 file.truncate(end)
                 file.seek(end)
                 try:
@@ -73,6 +74,16 @@ class Journal(JournalFileBackend):
                 f"the study {self.path} cannot be written: {error.strerror or error}. All runs that have ended are in "
                 "it. Make space or give permissions there, or copy it elsewhere, and repeat the command with --study."
             ) from error
+
+    def _check_last_line(self, file: BinaryIO, end: int) -> None:
+        """Raise if the last line is no record: Optuna ignores that until another line follows (5.0)."""
+        if end:
+            start = _end_of_lines(file, end - 1)
+            file.seek(start)
+            try:
+                json.loads(file.read(end - start))
+            except ValueError as error:
+                raise _damaged(self.path, str(error)) from error
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
         """Yield the records from a number on.
@@ -94,9 +105,8 @@ class Journal(JournalFileBackend):
             self.lock.release()
 
 
-def _end_of_lines(file: BinaryIO, block: int = 1 << 16) -> int:
-    """Return the position after the last line break."""
-    at = file.seek(0, 2)
+def _end_of_lines(file: BinaryIO, at: int, block: int = 1 << 16) -> int:
+    """Return the position after the last line break before `at`."""
     while at:
         before = max(0, at - block)
         file.seek(before)

@@ -221,6 +221,11 @@ class Trial:
             raise InputError(
                 f"{what} returned {shown(loss)} {given}, but must return a scalar tensor: the batch's mean."
             )
+        if loss.device.type != self.device.type or not loss.is_floating_point():
+            raise InputError(
+                f"{what} returned a {loss.dtype} on {loss.device} {given}, but must return a real number on the "
+                f"model's device, {self.device}."
+            )
         self._check_switches("loss(model, batch)")
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             raise InputError(
@@ -309,5 +314,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
-        return value.ndim == 0 and not value.is_complex()
+        return value.ndim == 0 and not value.is_complex() and not value.is_meta
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)

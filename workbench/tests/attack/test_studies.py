@@ -1,0 +1,47 @@
+"""A study whose file is torn or damaged goes on, or is refused with one message and left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+
+from bighorn_workbench.commands import bighorn
+from tests.support.attack_settings import tries
+from tests.support.damage import damaged_bytes
+from workbench.tests.attack.test_command_lines import QUICK
+
+
+def compare(path: Path) -> tuple[int, str]:
+    """Return the exit code and the output of a comparison that goes on with a study."""
+    words = ["compare", *QUICK["compare"], "--epochs=0.5", "--study", str(path)]
+    result = CliRunner().invoke(bighorn, words, prog_name="bighorn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a study that has ended."""
+    path = tmp_path_factory.mktemp("study") / "study.jsonl"
+    code, output = compare(path)
+    assert code == 0, output
+    return path
+
+
+@tries(45)
+@given(damage=damaged_bytes())
+def test_a_damaged_study(study: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = study.with_name("damaged.jsonl")
+    path.write_bytes(damage(study.read_bytes()))
+    before = path.read_bytes()
+    code, output = compare(path)
+    assert code in {0, 1}, output
+    assert "Traceback" not in output
+    if code:
+        assert output.startswith("Error: "), output
+        assert path.read_bytes() == before

@@ -86,7 +86,7 @@ def status(
 
     Raises:
         RuntimeError: torch does not have the device.
-        ValueError: A name is not that of a backend, or `BIGHORN_NUM_THREADS` or `BIGHORN_ISA` has a wrong value.
+        ValueError: There is no backend of a name, or `BIGHORN_NUM_THREADS` or `BIGHORN_ISA` has a wrong value.
 
     Example:
         >>> import bighorn

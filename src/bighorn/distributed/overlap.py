@@ -67,7 +67,7 @@ def within(grad: Tensor, buffer: Tensor) -> bool:
 class TailOverlap:
     """Overlaps an optimizer's step with the all-reduce of the gradients that it does not need yet.
 
-    It is worthwhile if the link between ranks is the bottleneck. The results are those of `optimizer.step()` after an
+    It is worthwhile if the link between ranks is the bottleneck. The results equal `optimizer.step()` after an
     ordinary `backward()`: gradients are averaged by dividing before the sum, and every parameter is stepped once.
 
     Any other code that reads gradients between `backward()` and the step needs a `synchronize()` before it. So does

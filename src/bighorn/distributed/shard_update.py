@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedundancyOptimizer:
     """Return the optimizer distributed over ranks, each of which keeps the state of some tensors and steps these.
 
-    The results are those of the optimizer itself after gradients were averaged, as DistributedDataParallel does: a
-    global clip (`max_grad_norm`) and `skip_nonfinite` use all ranks' gradients. The state per rank shrinks with the
+    The results equal the unsharded optimizer after gradients were averaged, as DistributedDataParallel does: a global
+    clip (`max_grad_norm`) and `skip_nonfinite` use all ranks' gradients. The state per rank shrinks with the
     number of ranks, in whole tensors; a rank may have none.
 
     A ZeroRedundancyOptimizer that you construct with either option is refused, since each rank would use its own

@@ -5,8 +5,8 @@ a shard of whole rows has the same blocks as the whole tensor, and a checkpoint 
 an index of dim 0, or of several leading dims: scales have these dims, and one for the blocks of a row. CAME's rows are
 those of the matrices that it factors. A tensor of short rows needs a scale for each row, and is better kept in float32.
 
-The code of a value represents its share of the scale, by one of the forms below (docs/precision-results.md has the
-measurements behind them). Arithmetic is in float32.
+The code of a value represents its share of the scale, by one of the forms below (measurements:
+workbench/benchmarks/results/precision.md). Arithmetic is in float32.
 
 Codes of 4 bits are packed: a byte has those of two neighbours in a row, the first one in its lower bits, each as its
 two's complement. Such a row has an even number of elements, and codes are contiguous.

@@ -42,7 +42,7 @@ def offload(
     steps weights of its own, and sends them back. The training loop does not change. The returned optimizer takes the
     place of the one passed, also for schedulers and checkpoints, whose contents are as if nothing were offloaded.
 
-    Results are those of the same optimizer on the CPU with the same gradients, bit for bit, also with `max_grad_norm`
+    Results equal the same optimizer on the CPU with the same gradients, bit for bit, also with `max_grad_norm`
     below. The exception is Lamb's and Came's own `max_grad_norm` and `skip_nonfinite`: the device adds up the squares
     of all gradients, in float64 as they do, but in another order. The norm then differs by about 1e-15 of itself, which
     parameters in float64 show, and others in rare steps.
@@ -60,9 +60,9 @@ def offload(
         masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
             computes what their `weight_rounding="master"` does. Default: False.
         max_grad_norm: Clip as `clip_grad_norm_(params, max_grad_norm)` does, for an optimizer of `torch.optim`, with
-            the parameters in its order; a gradient that is not finite makes every gradient NaN, or 0, as there. With
-            masters, gradients are float32 before they are clipped. Lamb and Came have this option themselves. Default:
-            None.
+            the parameters in its order; a gradient that is not finite makes every gradient NaN, or 0, as in torch.
+            With masters, gradients are float32 before they are clipped. Lamb and Came have this option themselves.
+            Default: None.
         scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.
         bucket_mb: The size of a bucket in millions of bytes; gradients of two are on the device. Default: 10.0.
         copies: The copies of a device that torch has no streams for. Default: None.

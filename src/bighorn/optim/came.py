@@ -148,15 +148,15 @@ class Came(KernelOptimizer):
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
             parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
-            -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
-            `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
+            -> bool. Names do not include wrappers: `0.bias`, not DistributedDataParallel's
+            `module.0.bias` or torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (both
             in blocks of 256 in a row of a matrix, each with a scale), or None for float32 (float64 for float64
             parameters). With "int4", rows of an odd number of elements have 8 bits. Averages of rows and columns are
             never below float32. Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, those of less than 2
-            dims, and with "last_two" those of several matrices with rows of fewer than 8 elements, as the kernels of
-            convolutions have, keep float32. Default: 4096.
+        min_8bit_size: The fewest elements of a tensor whose state is kept in blocks. Smaller tensors, tensors of less
+            than 2 dims, and with "last_two" stacks of matrices with rows of fewer than 8 elements, such as
+            convolutions, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
             float32 in the state. Default: "nearest".

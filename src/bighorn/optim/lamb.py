@@ -112,8 +112,8 @@ class Lamb(KernelOptimizer):
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
             parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
-            -> bool. Names are those of the model without wrappers: `0.bias`, where DistributedDataParallel has
-            `module.0.bias` and torch.compile `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
+            -> bool. Names do not include wrappers: `0.bias`, not DistributedDataParallel's
+            `module.0.bias` or torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
         state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, "int8" or "int4" (the last two in blocks

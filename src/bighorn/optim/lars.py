@@ -42,12 +42,11 @@ class Lars(KernelOptimizer):
 
     Args:
         params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
-            and any option below that is not marked *whole optimizer*. Groups have three more keys, as those of
+            and any option below that is not marked *whole optimizer*. Groups have three more keys, as in
             `bighorn.Lamb`: `adapt`, `stacked` and `grad_centralization`.
         lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
             t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
-            The trust coefficient multiplies it in layers with a ratio, so that it is larger than that of SGD. Default:
-            1.0.
+            The trust coefficient multiplies it in layers with a ratio, so it is larger than SGD's. Default: 1.0.
         momentum: Decay of the sum of past steps, in [0, 1). Default: 0.9.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
         nesterov: Move x by momentum * m and this step's lr * q * u, as Nesterov's momentum looks ahead. Default: False.

@@ -43,8 +43,8 @@ def large_batch(
     tuned for the new batch.
 
     Source: You et al., arXiv:1904.00962v5, section 4.3 with Table 4 (BERT) and Table 5 (ResNet-50); the decay,
-    lr * (1 - t / T), is that of section 4.1. The paper does not specify where t starts; here, it starts at the
-    warm-up's end.
+    lr * (1 - t / T), is from section 4.1. The paper does not specify where t starts; here, it starts at the end of the
+    warm-up.
 
     Args:
         base_lr: The peak learning rate that is good for `base_batch`.

@@ -56,13 +56,12 @@ class MemoryConfig(Options):
     )
     optimizer_option: tuple[str, ...] = option(
         (),
-        "Another option of those of Bighorn's own optimizers that have it, as NAME=VALUE like factor=last_two; may be "
-        "repeated.",
+        "An option of Bighorn's optimizers that have it, as NAME=VALUE like factor=last_two; may be repeated.",
         shown="none",
     )
     gpu_memory: str | None = option(
         None,
-        "The memory of a GPU, like 24GB or 80GiB: says which optimizers fit, before activations.",
+        "The memory of a GPU, like 24GB or 80GiB: shows which optimizers fit, before activations.",
         shown="not asked",
         check=bytes_in,
     )

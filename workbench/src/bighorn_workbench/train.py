@@ -66,7 +66,7 @@ def train(
 
     Without options: handwritten digits, a few seconds. Evaluations on the way are on validation data: a part of the
     training data, which the run then lacks, or the task's own. The test data are for the end. Ctrl-C finishes the
-    step, saves and says how to resume; the resumed run is bitwise the one that was never interrupted, on a GPU as far
+    step, saves and prints how to resume; the resumed run is bitwise identical to an uninterrupted one, on a GPU as far
     as torch's kernels are deterministic. Several processes share each batch:
 
     torchrun --nproc-per-node 2 --no-python bighorn train

@@ -159,7 +159,7 @@ TRAINERS = (
     Trainer(
         "[sentence-transformers](with-transformers.md)",
         ("sentence-transformers",),
-        "its trainer is that of transformers",
+        "uses the trainer of transformers",
         "`optimizers=(Lamb(...), None)`",
     ),
     Trainer("[fastai](#fastai)", ("fastai",), "`OptimWrapper`, `Learner.fit`", "`OptimWrapper(opt=Lamb)`"),

@@ -120,7 +120,7 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     patterns = f"{', '.join(map(repr, idle))} {'matches' if len(idle) == 1 else 'match'}"
     text = (
         f"{option}: {patterns} none of {len(names)} parameter names, the nearest of which are {nearest(idle, names)}. "
-        "Names are those of the model without wrappers (no 'module.' of DistributedDataParallel, no '_orig_mod.' of "
+        "Names do not include wrappers (no 'module.' of DistributedDataParallel, no '_orig_mod.' of "
         "torch.compile); 'ndim<2' finds biases and norms under any name"
     )
     if not used:

@@ -1,7 +1,8 @@
-"""README, pages, public docstrings and the commands' help without turns of phrase that made them hard to read."""
+"""README, pages, public docstrings, help and messages without turns of phrase that made them hard to read."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -40,7 +41,7 @@ ALLOWED = {"Not as there": "a mark in the table of presets"}
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield texts by name: pages without code and generated tables, docstrings of public names, help of commands."""
+    """Yield texts by name: pages without code, docstrings of public names, help of commands, and messages."""
     for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
         yield page.name, re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for name, thing in complete.public():
@@ -50,6 +51,22 @@ def prose() -> Iterator[tuple[str, str]]:
         command = commands.get_command(context, name)
         assert command is not None
         yield f"bighorn {name}", command.get_help(click.Context(command, info_name=name, parent=context))
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield the strings of both packages that are not docstrings, by file and line."""
+    for path in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("workbench/src/**/*.py")]):
+        tree = ast.parse(path.read_text())
+        documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if id(node) in documented | parts:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                values = [part.value for part in node.values if isinstance(part, ast.Constant)]
+                yield f"{path.name}:{node.lineno}", " X ".join(map(str, values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield f"{path.name}:{node.lineno}", node.value
 
 
 def found(text: str) -> list[str]:
@@ -65,6 +82,12 @@ def found(text: str) -> list[str]:
 
 def test_phrases_that_are_gone_stay_away() -> None:
     assert {name: phrases for name, text in prose() if (phrases := found(text))} == {}
+
+
+def test_messages_do_without_them_too() -> None:
+    """A terminal may not have ±."""
+    gone = {name: found(text.replace("+-", "")) for name, text in messages()}
+    assert {name: phrases for name, phrases in gone.items() if phrases} == {}
 
 
 def test_a_phrase_is_found() -> None:

@@ -333,7 +333,7 @@ def test_a_ratio_within_the_noise_is_withheld(
     settle(rows)
     assert [COLUMNS["ratio"](row) for row in rows] == ["1.00", shown]
     [answer] = answers([{"shapes": "tiny", "optimizers": rows}])
-    said = f"takes {shown} x the time of AdamW." if shown != "-" else "is not told from AdamW"
+    said = f"takes {shown} x the time of AdamW." if shown != "-" else "cannot be distinguished from AdamW"
     assert said in answer
 
 

@@ -268,7 +268,7 @@ def test_models_that_cannot_be_had(invoke: Invoke, zoo: str, what: str, message:
         (["--optimizer-option", "factr=1"], "no optimizer here has it: did you mean factor?"),
         (["--optimizer-option", "factor=rows"], "--optimizer-option: factor='rows' is not known"),
         (["--optimizer-option", "weight_rounding=kahan"], "give --weight-rounding kahan."),
-        (["--optimizers", "adamw", "--optimizer-option", "factor=matrix"], "only those of Bighorn take any."),
+        (["--optimizers", "adamw", "--optimizer-option", "factor=matrix"], "only Bighorn's optimizers take any."),
         (["--report", "no/../."], "is a folder"),
         (["--gpu-memory", "24"], "--gpu-memory '24' is not a size like 24GB, 80GiB or 512MB."),
         (["--gpu-memory", f"{'9' * 400}GB"], "9GB' is not a size like"),

@@ -184,7 +184,7 @@ def test_other_data_are_refused(invoke: Invoke, text_file: Path) -> None:
     invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
     text_file.write_text(text_file.read_text().replace("times", "TIMES"))
     output = invoke("train", "--resume", "run.pt", "--data", text_file, code=1).output
-    assert "are not those of the checkpoint" in output
+    assert "differ from the checkpoint's" in output
 
 
 def test_damaged_and_foreign_checkpoints(invoke: Invoke) -> None:

@@ -197,7 +197,7 @@ def _sharded_reason(optimizer: Optimizer, overlap: str, clips: bool) -> str | No
     if not any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         return None
     if clips:
-        return "max_grad_norm of offload() knows the norms of this rank's shards only: use that of Lamb or Came"
+        return "max_grad_norm of offload() knows the norms of this rank's shards only: use Lamb's or Came's own"
     if overlap == "copies":
         return None
     return (

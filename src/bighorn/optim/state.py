@@ -105,7 +105,7 @@ def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: 
     if not (param.dtype in REAL_DTYPES or param.is_complex()):
         return (
             f"its dtype is {param.dtype}, and steps are for {', '.join(map(str, REAL_DTYPES))} and complex ones: keep "
-            "the parameter in one of these, and cast it where the model uses it"
+            "the parameter in one of these dtypes, and cast it where the model uses it"
         )
     if state_dtype in BLOCK_DTYPES and param.dtype in (torch.float64, torch.complex64, torch.complex128):
         return (

@@ -314,11 +314,11 @@ class LossScaler(GradScaler):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be what state_dict() of a scaler returned, not {state_dict!r}")
         if not state_dict:
-            raise RuntimeError("the state dict is empty, probably that of a scaler with enabled=False")
+            raise RuntimeError("the state dict is empty, probably from a scaler with enabled=False")
         kind, ours = state_dict.get("policy", "WindowScale"), type(self.policy).__name__
         if kind != ours:
             raise ValueError(
-                f"the state dict is that of a scaler with a {kind}, but this one has a {ours}: make it with a {kind}, "
+                f"the state dict is from a scaler with a {kind}, but this one has a {ours}: make it with a {kind}, "
                 f"or start anew with {ours}(init_scale={state_dict.get('scale')!r})"
             )
         numbers = {field.name for field in fields(self.policy)}
@@ -327,7 +327,7 @@ class LossScaler(GradScaler):
         extra = state_dict.keys() - numbers - counters - {"policy", "scale"}
         if missing or extra:
             wrong = [f"misses {sorted(missing)}"] * bool(missing) + [f"has unknown {sorted(extra)}"] * bool(extra)
-            raise ValueError(f"the state dict {' and '.join(wrong)}: it is not that of a LossScaler or GradScaler")
+            raise ValueError(f"the state dict {' and '.join(wrong)}: it is not from a LossScaler or GradScaler")
         policy = replace(self.policy, **{name: state_dict[name] for name in numbers & state_dict.keys()})
         scale = self._check_bounds("scale", state_dict["scale"])
         counts = {name: integer(name, state_dict.get(name, 0)) for name in counters}

@@ -34,7 +34,7 @@ def answers(sets: Sequence[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"{on} takes {_median(row, 'ratio')} x the time of {baseline['label']}."
                 if row["settled"]
-                else f"{on} is not told from {baseline['label']}: the difference is within the noise."
+                else f"{on} cannot be distinguished from {baseline['label']}: the difference is within the noise."
             )
     return lines
 

@@ -81,7 +81,7 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     """
     if checkpoint["data"] != run.fingerprint:
         raise InputError(
-            f"the training data ({defaults(run.task).description}) are not those of the checkpoint: see --data."
+            f"the training data ({defaults(run.task).description}) differ from the checkpoint's: see --data."
         )
     try:
         run.load_state_dict(checkpoint["run"])

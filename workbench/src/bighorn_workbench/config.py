@@ -70,7 +70,7 @@ class RunConfig(Options):
     batch_size: int | None = option(None, "Samples per step.", shown=_by_name(TASKS, "batch_size"), check=COUNT)
     lr: float | None = option(
         None,
-        f"Peak learning rate; with --lr-scaling, that of batch {BASE_BATCH}.",
+        f"Peak learning rate; with --lr-scaling, the rate at batch {BASE_BATCH}.",
         shown=_by_name(OPTIMIZERS, "lr"),
         check=POSITIVE,
     )

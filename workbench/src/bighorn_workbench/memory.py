@@ -89,7 +89,7 @@ class MemoryConfig(Options):
             if name == "weight_rounding":
                 raise InputError(f"--optimizer-option {name}={options[name]}: give --weight-rounding {options[name]}.")
             if name not in known:
-                near = suggestion(name, sorted(known)) if known else "only those of Bighorn take any."
+                near = suggestion(name, sorted(known)) if known else "only Bighorn's optimizers take any."
                 raise InputError(f"--optimizer-option {name}: no optimizer here has it: {near}")
         return {"weight_rounding": self.weight_rounding, **options}
 

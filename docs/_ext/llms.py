@@ -10,8 +10,8 @@ from sphinx.application import Sphinx
 
 HEAD = """# Bighorn
 
-> LAMB and CAME for PyTorch as fused kernels: larger batches than AdamW, and training in little memory.
-> Plain torch.optim.Optimizers: `from bighorn import Lamb, Came`.
+> Fused LAMB, CAME and LARS for PyTorch: train with less memory or larger batches, exact under sharding.
+> Plain torch.optim.Optimizers: `from bighorn import Lamb, Came, Lars`.
 
 """
 

@@ -68,6 +68,7 @@ def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str)
     ("file", "line"),
     [
         ("CITATION.cff", "version: {}"),
+        ("docs/faq.md", "  version = {{{}}},"),
         ("pyproject.toml", 'cli = ["bighorn-workbench=={}"]'),
         ("pyproject.toml", 'study = ["bighorn-workbench[study]=={}"]'),
         ("workbench/pyproject.toml", '    "bighorn=={}",'),
@@ -77,6 +78,13 @@ def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str)
 def test_other_files_have_the_version(file: str, line: str) -> None:
     """The citation, and the workbench, which goes with the library of its own version alone."""
     assert line.format(bighorn.__version__) in (Path(__file__).parents[2] / file).read_text().splitlines()
+
+
+def test_ten_questions_have_answers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
+    questions = re.findall(r"^## (.*)\n\n\S", text, re.MULTILINE)
+    assert len(questions) >= 10
+    assert all(question.endswith("?") for question in questions)
 
 
 @for_every("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])

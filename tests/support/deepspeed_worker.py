@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bighorn import Came, Lamb
 from tests.support.cases import Optimizer
 from tests.support.processes import run_scenarios
-from tests.support.sharding_worker import assert_close
+from tests.support.sharded_runs import assert_close
 
 SAMPLES = 8
 """The samples of a step, of all ranks together."""

@@ -22,7 +22,7 @@ from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
 from tests.support.case_tensors import ordinal
 from tests.support.cases import KINDS, Optimizer
 from tests.support.processes import run_as_rank
-from tests.support.sharding_worker import (
+from tests.support.sharded_runs import (
     ALONE,
     BITWISE,
     SHAPES,

@@ -18,7 +18,7 @@ from tests.support.flat_worker import refused
 from tests.support.megatron_core import Megatron, on_the_cpu
 from tests.support.overlap_worker import raises
 from tests.support.processes import run_as_rank
-from tests.support.sharding_worker import assert_close, cost
+from tests.support.sharded_runs import assert_close, cost
 
 Options = Mapping[str, Any]
 SMALL, LARGE = 300, 10**6

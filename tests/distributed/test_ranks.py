@@ -1,0 +1,70 @@
+"""How tests on several ranks fail."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import ranks as support
+from tests.support.ranks import ranks
+
+
+@ranks(2)
+def meet(here: int) -> None:
+    total = torch.tensor(here)
+    dist.all_reduce(total)
+    assert total == 2 * here
+
+
+@ranks(2)
+def ends(how: str) -> None:
+    rank = dist.get_rank()
+    if how == "fails":
+        assert rank + 1 == 1
+    if how == "skips" and rank:
+        pytest.skip("too little memory")
+    if how == "warns":
+        warnings.warn("deprecated", stacklevel=1)
+    if how == "exits" and rank:
+        os._exit(3)
+    if how == "waits" and rank:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("fails", r"(?s)^rank 1: .*in ends\n.*assert \(1 \+ 1\) == 1"),
+        ("warns", r"(?s)^rank [01]: .*UserWarning: deprecated.*rank [01]: .*UserWarning: deprecated"),
+        ("exits", r"^rank 1: ended with 3"),
+        ("waits", r"(?s)^rank 1: waits.*in barrier"),
+    ],
+)
+def test_a_failure_names_the_rank_and_the_next_test_has_other_processes(
+    how: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet(3)
+    if how == "waits":
+        monkeypatch.setattr(support, "LIMIT", 2)
+    with pytest.raises(pytest.fail.Exception, match=text):
+        ends(how)
+    assert 2 not in support.POOLS
+    monkeypatch.undo()
+    meet(4)
+
+
+def test_a_skip_of_a_rank_is_a_skip_of_the_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="rank 1: too little memory"):
+        ends("skips")
+    meet(3)
+
+
+def test_processes_stay() -> None:
+    meet(3)
+    before = support.POOLS[2]
+    meet(4)
+    assert support.POOLS[2] is before

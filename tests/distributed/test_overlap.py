@@ -1,12 +1,10 @@
-"""TailOverlap in several real processes, which run tests/support/overlap_worker.py, and in a single one."""
+"""TailOverlap in a single process; test_overlap_ranks.py has several."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,41 +16,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from bighorn import Came, Lamb, TailOverlap
 from bighorn.deferred import DeferredScalar
 from tests.support import overlap_worker
-from tests.support.processes import group_of_one, outcomes, said_by
-from tests.support.tables import for_every
-
-said = partial(said_by, overlap_worker)
-"""Return the traceback of each scenario on each rank, or an empty string; all run in the same processes."""
-
-
-@for_every("scenario", overlap_worker.SCENARIOS)
-def test_two_ranks(scenario: str, folder: Path) -> None:
-    assert [said[scenario] for said in said(2, folder, *overlap_worker.SCENARIOS)] == ["", ""]
-
-
-@pytest.mark.parametrize(("world", "scenarios"), [(4, ["lamb", "clip", "groups"]), (3, ["late-overflow"])])
-def test_more_ranks(world: int, scenarios: list[str], tmp_path: Path) -> None:
-    assert said(world, tmp_path, *scenarios) == [dict.fromkeys(scenarios, "")] * world
-
-
-@pytest.mark.parametrize(
-    ("where", "why", "elsewhere"),
-    [
-        ("model", "appears not to match", "Connection closed by peer"),
-        ("forward", "rank 1 has had enough", "one of them has stopped"),
-        ("backward", "ZeroDivisionError", "one of them has stopped"),
-        ("step", "lr=-1.0 is out of range", "one of them has stopped"),
-    ],
-)
-def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_path: Path) -> None:
-    program = Path(overlap_worker.__file__)
-    first, second = outcomes(program, [[rank, 2, tmp_path, "failing", where] for rank in range(2)])
-    assert 0 not in (first.code, second.code)
-    assert elsewhere in first.errors
-    assert why in second.errors
-
-
-# ---- a single process -------------------------------------------------------------------------------------------
+from tests.support.processes import group_of_one
 
 
 @pytest.fixture(autouse=True, scope="module")

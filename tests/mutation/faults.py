@@ -199,7 +199,7 @@ FAULTS = (
         "bighorn/distributed/overlap.py",
         "buffer.div_(self._world)",
         "buffer.div_(1)",
-        "tests/distributed/test_overlap.py",
+        "tests/distributed/test_overlap_ranks.py",
     ),
     Fault(
         "an error on one rank alone",
@@ -220,7 +220,7 @@ FAULTS = (
         "bighorn/distributed/overlap.py",
         "if replaced or self.buffer._version != self.version:",
         "if replaced:",
-        "tests/distributed/test_overlap.py",
+        "tests/distributed/test_overlap_ranks.py",
     ),
     Fault(
         "a NaN that a clip hides",

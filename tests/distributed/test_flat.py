@@ -1,10 +1,8 @@
-"""Flat tensors that hold fragments of parameters, in real processes, which run tests/support/flat_worker.py."""
+"""Flat tensors in one process; test_flat_ranks.py has several."""
 
 from __future__ import annotations
 
 import pickle
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,33 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
-from tests.support import flat_worker
 from tests.support.cases import Kind
-from tests.support.processes import said_by
-from tests.support.tables import for_every
-
-said = partial(said_by, flat_worker)
-"""Return the traceback of each scenario on each rank, or an empty string."""
-
-
-@for_every("scenario", flat_worker.scenarios(2))
-def test_two_ranks(scenario: str, folder: Path) -> None:
-    assert [said[scenario] for said in said(2, folder)] == [""] * 2
-
-
-@for_every("scenario", flat_worker.scenarios(4))
-def test_four_ranks(scenario: str, folder: Path) -> None:
-    assert [said[scenario] for said in said(4, folder)] == [""] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_run_on_every_layout(world: int, tmp_path: Path) -> None:
-    names = flat_worker.scenarios(world, all_of_them=True)
-    assert said(world, tmp_path, "all") == [dict.fromkeys(names, "")] * world
-
-
-# ---- one process ---------------------------------------------------------------------------------------------------
 
 LAYOUT = FlatLayout([[Fragment("0.weight", (2, 3), 6), Fragment("0.bias", (2,), 2, start=6)]])
 

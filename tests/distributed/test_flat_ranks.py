@@ -1,15 +1,13 @@
-"""The scenarios of test_flat.py, run on each rank: `python flat_worker.py RANK WORLD FOLDER`."""
+"""Flat tensors that hold fragments of parameters, on several ranks."""
 
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 import pickle
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -18,246 +16,51 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
+from bighorn import Came, FlatLayout, Fragment, Lamb
 from tests.support.case_tensors import ordinal
-from tests.support.cases import KINDS, Optimizer
-from tests.support.processes import run_as_rank
-from tests.support.sharded_runs import (
-    ALONE,
-    BITWISE,
-    SHAPES,
-    Bag,
-    Run,
-    assert_close,
-    cost,
-    gradients,
-    not_matrices,
-    void,
+from tests.support.cases import KINDS, Kind, Optimizer
+from tests.support.flat_runs import (
+    LAYOUTS,
+    PADDING,
+    RUNS,
+    Flat,
+    Layout,
+    advance,
+    flattened,
+    grouped,
+    last_rank_empty,
+    refused,
+    whole_rows,
+    zero,
 )
-
-PADDING = 5
-"""The elements after the last parameter of a buffer."""
-
-Pairs = Sequence[tuple[str, Tensor]]
-Held = Sequence[Sequence[Fragment]]
-Layout = Callable[[Pairs], Held]
-"""The fragments of each flat tensor that this rank has of a group."""
+from tests.support.ranks import ranks
+from tests.support.sharded_runs import SHAPES, Bag, Run, assert_close, cost, void
+from tests.support.tables import for_every
 
 
-def zero(named: Pairs) -> Held:
-    """Return the fragments of DeepSpeed's ZeRO: ranks have equal parts of one buffer of parameters and padding."""
-    ends = list(accumulate(p.numel() for _, p in named))
-    each = -(-(ends[-1] + PADDING) // dist.get_world_size())
-    here = range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
-    found = []
-    for (name, p), end in zip(named, ends, strict=True):
-        first, last = max(end - p.numel(), here.start), min(end, here.stop)
-        if first < last:
-            offset = first - (end - p.numel())
-            found.append(Fragment(name, tuple(p.shape), last - first, start=first - here.start, offset=offset))
-    return [found]
+def some_world(layout: str, name: str) -> int:
+    """Return two for half of the runs on each layout, and four for the other half."""
+    return 2 + 2 * ((list(LAYOUTS).index(layout) + list(RUNS).index(name)) % 2)
 
 
-def tensor_each(named: Pairs) -> Held:
-    """Return the fragments of ZeRO, each in a tensor of its own, of which ranks have different numbers."""
-    return [[Fragment(each.name, each.shape, each.numel, 0, each.offset)] for each in zero(named)[0]] or [[]]
+def other_world(layout: str, name: str) -> int:
+    return 6 - some_world(layout, name)
 
 
-def last_rank_empty(named: Pairs) -> Held:
-    """Return whole parameters in turn, of which the last rank has none."""
-    found, start = [], 0
-    for i, (name, p) in enumerate(named):
-        if i % (dist.get_world_size() - 1) == dist.get_rank():
-            found.append(Fragment(name, tuple(p.shape), p.numel(), start))
-            start += p.numel()
-    return [found]
+ROWS = [(layout, name) for layout, name in itertools.product(LAYOUTS, RUNS) if layout not in RUNS[name].not_on]
 
 
-def whole_rows(named: Pairs) -> Held:
-    """Return rows of each parameter, of which some ranks have none."""
-    found, start, rank, world = [], 0, dist.get_rank(), dist.get_world_size()
-    for name, p in named:
-        row = p[0].numel()
-        first, last = (len(p) * each // world * row for each in (rank, rank + 1))
-        if first < last:
-            found.append(Fragment(name, tuple(p.shape), last - first, start, first))
-            start += last - first
-    return [found]
+@for_every(("layout", "name"), ROWS)
+@ranks(some_world)
+def test_equals_the_whole_run(layout: str, name: str) -> None:
+    equals_the_whole_run(LAYOUTS[layout], RUNS[name])
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "zero": zero,
-    "tensor-each": tensor_each,
-    "last-rank-empty": last_rank_empty,
-    "whole-rows": whole_rows,
-}
-
-
-@dataclass
-class Flat:
-    """The flat tensors of a group on this rank."""
-
-    held: Held
-    tensors: list[Parameter]
-
-    @classmethod
-    def of(cls, named: Pairs, layout: Layout, fill: float = 7.0) -> Flat:
-        """Return flat tensors with the parameters' values, and padding."""
-        held = layout(named)
-        ends = [max([each.start + each.numel for each in own], default=0) + PADDING for own in held]
-        flat = cls(held, [Parameter(torch.full((end,), fill, dtype=named[0][1].dtype)) for end in ends])
-        flat.copy_in({name: p.detach() for name, p in named}, [p.detach() for p in flat.tensors])
-        return flat
-
-    def copy_in(self, values: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> None:
-        """Copy whole tensors to the fragments."""
-        for own, tensor in zip(self.held, tensors, strict=True):
-            for each in own:
-                whole = values[each.name].flatten()
-                tensor[each.start : each.start + each.numel] = whole[each.offset : each.offset + each.numel]
-
-    def parts(self, tensors: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        """Return the fragments by name."""
-        return {
-            each.name: tensor.detach()[each.start : each.start + each.numel]
-            for own, tensor in zip(self.held, tensors, strict=True)
-            for each in own
-        }
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's elements of a whole tensor."""
-        each = next(each for own in self.held for each in own if each.name == name)
-        return whole.detach().flatten()[each.offset : each.offset + each.numel]
-
-    def averages(self, key: str, wholes: Mapping[str, Mapping[str, Tensor]], factor: str) -> list[Tensor]:
-        """Return for each flat tensor the state of its fragments, of that of whole parameters, one after another."""
-        found = []
-        for own in self.held:
-            parts = [torch.empty(0, dtype=torch.float64)]
-            for each in own if own else ():
-                if (whole := wholes[each.name].get(key)) is None:
-                    continue
-                row, by_rows = (
-                    math.prod(each.shape[1:]),
-                    key.endswith("row") or (factor == "last_two" and len(each.shape) > 2),
-                )
-                if not key.endswith(("row", "col")):
-                    parts.append(self.cut(each.name, whole))
-                elif by_rows:
-                    parts.append(whole[each.offset // row : -(-(each.offset + each.numel) // row)].flatten())
-                else:
-                    parts.append(whole.flatten())
-            found.append(torch.cat(parts))
-        return found
-
-
-def grouped(bag: Bag) -> list[Pairs]:
-    """Return the parameters of 2 dims or more, and the others, as `Run.optimizer` groups them."""
-    named = list(bag.named_parameters())
-    return [[pair for pair in named if pair[1].dim() >= 2], [pair for pair in named if pair[1].dim() < 2]]
-
-
-def flattened(bag: Bag, layout: Layout, run: Run, **more: Any) -> tuple[list[Flat], Optimizer]:
-    """Return the flat tensors of a model on this rank, and their optimizer."""
-    flats = [Flat.of(named, layout) for named in grouped(bag)]
-    options = {"lr": 0.1, "weight_decay": 0.1, "backend": run.backend, **run.options, **more}
-    groups = [{"params": flat.tensors, "flat_layout": FlatLayout(flat.held)} for flat in flats]
-    return flats, run.kind([{**groups[0], **run.group}, groups[1]], **options)
-
-
-def advance(bag: Bag, flats: Sequence[Flat], optimizers: Sequence[Optimizer], steps: range, run: Run) -> None:
-    """Step a whole model, and its flat tensors, with the same gradients."""
-    for step in steps:
-        grads = dict(zip(dict(bag.named_parameters()), gradients(bag, step, run.dtype), strict=True))
-        for name, p in bag.named_parameters():
-            p.grad = grads[name]
-        for flat in flats:
-            for tensor in flat.tensors:
-                tensor.grad = torch.full_like(tensor, 3.0)  # also in the padding
-            flat.copy_in(grads, [tensor.grad for tensor in flat.tensors if tensor.grad is not None])
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-RUNS: Mapping[str, Run] = {
-    "lamb": Run(Lamb, steps=10, compares_state=True),
-    "clip": Run(
-        Lamb,
-        {
-            "max_grad_norm": 0.5,
-            "skip_nonfinite": True,
-            "second_moment": "amsgrad",
-            "exclude_from_weight_decay": ["bias", "few$"],
-            "exclude_from_layer_adaptation": not_matrices,
-        },
-        {"weight_decay": 0.01, "lr": 0.05},
-        steps=5,
-        compares_state=True,
-    ),
-    "cautious": Run(Lamb, {"cautious": True, "decay_mode": "l2"}),
-    "decoupled": Run(Lamb, {"decay_mode": "decoupled", "bias_correction": "lr", "trust_ratio_bounds": (0.0, 1.0)}),
-    "foreach": Run(Lamb, {"max_grad_norm": 0.5}, backend="foreach"),
-    "cpu": Run(
-        Lamb, {"max_grad_norm": 0.5}, dtype=torch.float32, backend="cpu", tolerance=1e-5, steps=5, compares_state=True
-    ),
-    "cpu-bfloat16-state": Run(
-        Lamb, {"state_dtype": torch.bfloat16}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
-    "lars": Run(Lars, {"trust_coefficient": 0.3, "max_grad_norm": 0.5, "denominator": "joint"}, compares_state=True),
-    "lars-cpu": Run(
-        Lars, {"trust_coefficient": 0.3, "nesterov": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
-    "came": Run(Came, steps=10, compares_state=True),
-    "came-everything": Run(
-        Came,
-        {"scale_parameter": True, "bias_correction": True, "decay_rate": 0.8, "factor": "last_two"},
-        {"weight_decay": 0.01, "lr": 0.05},
-        compares_state=True,
-    ),
-    "came-clip": Run(
-        Came,
-        {"max_grad_norm": 0.5, "skip_nonfinite": True, "exclude_from_weight_decay": ["bias", "even"], "maximize": True},
-    ),
-    "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, backend="foreach", compares_state=True),
-    "came-auto": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "scale_parameter": True, "max_grad_norm": 1.0},
-        dtype=torch.float32,
-        backend="auto",
-        tolerance=1e-5,
-        compares_state=True,
-    ),
-    "came-auto-last-two": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "factor": "last_two", "state_dtype": torch.bfloat16},
-        dtype=torch.float32,
-        backend="auto",
-        tolerance=2e-5,
-    ),
-    "came-auto-float16": Run(
-        Came, {"eps": (1e-3, 1e-3), "state_dtype": torch.float16}, dtype=torch.float32, backend="auto", tolerance=2e-5
-    ),
-    "came-cpu": Run(
-        Came,
-        {"eps": (1e-3, 1e-3)},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-        compares_state=True,
-        not_on=("zero", "tensor-each"),
-    ),
-    # Without a clip hardly any sum matters: rows are whole.
-    "came-cpu-stochastic": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
-        **BITWISE,
-        not_on=("zero", "tensor-each"),
-    ),
-    # Without trust ratios no sums matter, so every bit is that of the whole run, random ones included.
-    "cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
-    "cpu-kahan": Run(Lamb, {"weight_rounding": "kahan", **ALONE}, **BITWISE),
-    "reference-master": Run(Lamb, {"weight_rounding": "master", **ALONE}, **{**BITWISE, "backend": "reference"}),
-}
+@pytest.mark.slow
+@for_every(("layout", "name"), ROWS)
+@ranks(other_world)
+def test_equals_the_whole_run_on_other_ranks(layout: str, name: str) -> None:
+    equals_the_whole_run(LAYOUTS[layout], RUNS[name])
 
 
 def equals_the_whole_run(layout: Layout, run: Run) -> None:
@@ -329,23 +132,27 @@ def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, 
                 assert_close(state[key], expected, 10 * run.tolerance, f"{key} of tensor {i}")
 
 
-def collectives(layout: Layout) -> None:
+@for_every("layout", LAYOUTS)
+@ranks(2, 4)
+def test_collectives(layout: str) -> None:
     """A step needs one collective for all groups, with two numbers for each parameter, and one more for a clip."""
     for options, count, more in (({}, 1, 0), ({"max_grad_norm": 1.0}, 2, 8), ({"cautious": True}, 2, 8 * len(SHAPES))):
         run = Run(Lamb, options)
         bag = Bag(SHAPES, run.dtype)
-        flats, optimizer = flattened(bag, layout, run)
+        flats, optimizer = flattened(bag, LAYOUTS[layout], run)
         advance(bag, flats, (optimizer,), range(1), run)
         assert cost(optimizer) == (count, 16 * len(SHAPES) + more), (options, cost(optimizer))
 
 
-def came_collectives(layout: Layout) -> None:
+@for_every("layout", LAYOUTS)
+@ranks(2, 4)
+def test_collectives_of_came(layout: str) -> None:
     """A step needs two collectives for all groups, or three if ranks hold parts of a parameter's rows."""
     shapes = {"matrix": (9, 7), "conv": (14, 3, 2), "bias": (5,)}
     for backend, dtype in (("reference", torch.float64), ("auto", torch.float32)):
         run = Run(Came, dtype=dtype, backend=backend)
         bag = Bag(shapes, run.dtype)
-        flats, optimizer = flattened(bag, layout, run)
+        flats, optimizer = flattened(bag, LAYOUTS[layout], run)
         advance(bag, flats, (optimizer,), range(1), run)
         held: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(held, [each for flat in flats for own in flat.held for each in own])
@@ -358,18 +165,21 @@ def came_collectives(layout: Layout) -> None:
         count, size = cost(optimizer)
         assert count == (3 if cut else 2), (backend, count)
         assert backend == "auto" or size == 8 * (sum(numbers.values()) + 2), (numbers, size)
-        assert bool(cut) == (layout in (zero, tensor_each))
+        assert bool(cut) == (layout in ("zero", "tensor-each"))
 
 
-def resumes(layout: Layout, run: Run) -> None:
+@for_every(("layout", "kind"), itertools.product(LAYOUTS, (Lamb, Came)))
+@ranks(2, 4)
+def test_resumes(layout: str, kind: Kind) -> None:
     """A run that was saved and loaded continues bit for bit, and so does a copy."""
+    run = Run(kind, {"max_grad_norm": 0.5})
     bag = Bag(SHAPES, run.dtype)
-    flats, optimizer = flattened(bag, layout, run)
+    flats, optimizer = flattened(bag, LAYOUTS[layout], run)
     advance(bag, flats, (optimizer,), range(2), run)
     saved = copy.deepcopy(optimizer.state_dict())
     assert "flat_layout" not in saved["param_groups"][0]
     values = [tensor.detach().clone() for flat in flats for tensor in flat.tensors]
-    again, other = flattened(bag, layout, run)
+    again, other = flattened(bag, LAYOUTS[layout], run)
     other.load_state_dict(saved)
     tensors = [tensor for flat in again for tensor in flat.tensors]
     with torch.no_grad():
@@ -384,10 +194,13 @@ def resumes(layout: Layout, run: Run) -> None:
     assert moved == [any(own) for flat in again for own in flat.held]
 
 
-def skips_everywhere(layout: Layout, run: Run) -> None:
+@for_every(("layout", "kind"), itertools.product(LAYOUTS, KINDS))
+@ranks(2, 4)
+def test_skips_everywhere(layout: str, kind: Kind) -> None:
     """Where one rank's gradients overflow, no rank writes anything."""
+    run = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
     bag = Bag(SHAPES, run.dtype)
-    flats, optimizer = flattened(bag, layout, run)
+    flats, optimizer = flattened(bag, LAYOUTS[layout], run)
     advance(bag, flats, (optimizer,), range(1), run)
     before = [tensor.detach().clone() for flat in flats for tensor in flat.tensors]
     tensors = [tensor for flat in flats for tensor in flat.tensors]
@@ -403,15 +216,8 @@ def skips_everywhere(layout: Layout, run: Run) -> None:
     assert not all(p.equal(q) for p, q in zip(tensors, before, strict=True)) or not flats[0].held[0]
 
 
-def refused(make: Callable[[], object], *texts: str) -> None:
-    """Raise unless it raises a ValueError with these texts, on this rank; then all ranks can still exchange."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared
-        make()
-    assert all(text in str(caught.value) for text in texts), (texts, str(caught.value))
-    dist.barrier()
-
-
-def bad_layouts() -> None:
+@ranks(2, 4)
+def test_bad_layouts() -> None:
     """Every rank raises, with the same words, for what one of them has given."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -454,7 +260,8 @@ def bad_layouts() -> None:
     refused(lambda: lamb([part()], state_dtype="int8"), 'state_dtype="int8"', "rows")
 
 
-def cut_rows() -> None:
+@ranks(2, 4)
+def test_cut_rows() -> None:
     """Fragments that begin or end inside a row are for plain torch, which explain() says, and a backend by name not."""
     bag = Bag({"matrix": (9, 7)}, torch.float32)
     named = list(bag.named_parameters())
@@ -472,7 +279,8 @@ def cut_rows() -> None:
     assert not cpu.state
 
 
-def bad_steps() -> None:
+@ranks(2, 4)
+def test_bad_steps() -> None:
     """A step without a gradient, or of a part, is refused before anything is exchanged."""
     run = Run(Lamb)
     bag = Bag(SHAPES, run.dtype)
@@ -490,7 +298,8 @@ def bad_steps() -> None:
         advance(bag, others, (other,), range(1), run)
 
 
-def some_ranks() -> None:
+@ranks(4)
+def test_some_ranks() -> None:
     """Two halves of the ranks hold a model each."""
     half = dist.get_world_size() // 2
     halves = [dist.new_group(list(range(first, first + half))) for first in (0, half)]
@@ -505,27 +314,3 @@ def some_ranks() -> None:
     assert_close(flat, alone.flatten()[place * 6 : place * 6 + 6], 1e-12, "w")
     with pytest.raises(TypeError, match=r"(?s)process_group.*state_dict"):
         pickle.dumps(ours)
-
-
-def scenarios(world: int, *, all_of_them: bool = False) -> Mapping[str, Callable[[], None]]:
-    """Return the scenarios of `world` ranks: half of the runs on each layout, the other half with twice the ranks."""
-    todo: dict[str, Callable[[], None]] = {}
-    for place, (on, layout) in enumerate(LAYOUTS.items()):
-        for turn, (name, run) in enumerate(RUNS.items()):
-            if on not in run.not_on and (all_of_them or (place + turn) % 2 == world // 4):
-                todo[f"{on}-{name}"] = partial(equals_the_whole_run, layout, run)
-        todo[f"{on}-collectives"] = partial(collectives, layout)
-        todo[f"{on}-came-collectives"] = partial(came_collectives, layout)
-        todo[f"{on}-resumes"] = partial(resumes, layout, Run(Lamb, {"max_grad_norm": 0.5}))
-        todo[f"{on}-came-resumes"] = partial(resumes, layout, Run(Came, {"max_grad_norm": 0.5}))
-        for kind in KINDS:
-            skip = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
-            todo[f"{on}-{kind.algorithm.name}-skips"] = partial(skips_everywhere, layout, skip)
-    todo["bad-layouts"], todo["bad-steps"], todo["cut-rows"] = bad_layouts, bad_steps, cut_rows
-    if world == 4:
-        todo["some-ranks"] = some_ranks
-    return todo
-
-
-if __name__ == "__main__":
-    run_as_rank(lambda world, _: scenarios(world, all_of_them=bool(sys.argv[4:])))

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from bighorn import Lamb
 from bighorn.compat.npu_bridge import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
 )
 
 SMALL_BUCKETS = 0.004  # megabytes: about the weight of one layer
+STEPS = 20
 LAMB: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 
 Make = Callable[[nn.Module], Optimizer]
@@ -75,3 +77,39 @@ def branches() -> list[ExponentialUpdateLossScaleManager | FixedLossScaleManager
         FixedLossScaleManager(64.0),
         None,
     ]
+
+
+def mine(samples: Tensor) -> Tensor:
+    return samples.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups, so that every bucket has parameters of both."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},
+        {"params": [p for name, p in named if name.endswith("bias")], "lr": 0.01},
+    ]
+
+
+def unscaling(model: nn.Module) -> Lamb:
+    """Return a Lamb that unscales inside its kernels."""
+    optimizer = Lamb(model.parameters(), **LAMB)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+MAKERS: dict[str, Make] = {
+    "lamb": lambda model: Lamb(model.parameters(), **LAMB),
+    "unscaling lamb": unscaling,
+    "clip": lambda model: Lamb(model.parameters(), **LAMB, max_grad_norm=0.01, skip_nonfinite=True),
+    "groups": lambda model: Lamb(groups(model), lr=0.05),
+    "adamw": lambda model: AdamW(model.parameters(), lr=0.01),
+    "fused adamw": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),
+    "sgd": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "sgd groups": lambda model: SGD(groups(model), lr=0.05, momentum=0.9),
+}
+
+
+def agree() -> None:
+    dist.all_reduce(torch.ones(()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import importlib
@@ -106,6 +107,7 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        atexit.register(self.end)
         pipes = [FORKS.Pipe() for _ in range(world)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
@@ -149,6 +151,7 @@ class Pool:
         return (Path(self.folder.name) / f"errors-{rank}").read_text()
 
     def end(self) -> None:
+        atexit.unregister(self.end)
         for process in self.processes:
             process.kill()
             process.join()

@@ -631,8 +631,8 @@ FAULTS = (
     Fault(
         "a stale plan, of other groups",
         "bighorn/optim/optimizer.py",
-        "if len(self.param_groups) < len(self._groups):  #",
-        "if len(self.param_groups) < 0:  #",
+        "if self.param_groups is not self._groups:  #",
+        "if False:  #",
         "tests/errors",
     ),
 )

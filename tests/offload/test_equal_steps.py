@@ -140,13 +140,14 @@ def test_a_graph_from_before_the_step_is_refused(overlap: Overlap) -> None:
 def test_a_write_into_a_shard_is_noticed() -> None:
     """A distributed tensor does not count the writes into its shard."""
     with group_of_one():
-        net = nn.Linear(3, 2, bias=False)
-        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        net: Any = nn.Linear(3, 2, bias=False)
+        mesh, placements = init_device_mesh("cpu", (1,)), [Shard(0)]
+        net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, placements))
         optimizer = offloaded(net, Lamb(net.parameters(), lr=0.0))
         for value in (0.5, 0.25):
             with torch.no_grad():
-                net.weight.to_local().fill_(value)  # type: ignore[operator]
-            net.weight.grad = distribute_tensor(torch.ones(2, 3), net.weight.device_mesh, [Shard(0)])  # type: ignore[arg-type]
+                net.weight.to_local().fill_(value)
+            net.weight.grad = distribute_tensor(torch.ones(2, 3), mesh, placements)
             optimizer.step()
             optimizer.synchronize()
-            assert net.weight.full_tensor().unique().tolist() == [value]  # type: ignore[operator]
+            assert net.weight.full_tensor().unique().tolist() == [value]

@@ -389,7 +389,7 @@ class KernelOptimizer(Reports):
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         earlier = list({id(plan): plan for plan in begun.plans.values()}.values()) if begun is not None else []
-        if len(self.param_groups) < len(self._groups):  # the plans of the other groups' last steps stay
+        if self.param_groups is not self._groups:  # the plans of the other groups' last steps stay
             stepped_now = {variant.group for plan in plans for variant in plan.variants()}
             earlier = [plan for plan in self._last if stepped_now.isdisjoint(v.group for v in plan.variants())]
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
@@ -419,7 +419,7 @@ class KernelOptimizer(Reports):
         """Return the indices of the groups that a framework has left in `param_groups`."""
         index_of = {id(group): index for index, group in enumerate(self._groups)}
         present = [index_of.get(id(group), -1) for group in self.param_groups]
-        if self.param_groups is self._groups or -1 in present:
+        if -1 in present:
             raise ValueError(other_groups(self.param_groups, self._scheduled))
         if (option := self._settings.all_grads_option) is not None:
             raise ValueError(
@@ -432,10 +432,12 @@ class KernelOptimizer(Reports):
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
-        groups, every = self._groups, range(len(self._scheduled))
-        present = every if len(self.param_groups) == len(every) else self._some_groups()
+        groups, scheduled, present = self._groups, self._scheduled, None
+        if self.param_groups is not groups:
+            present = self._some_groups()
+            scheduled = [scheduled[index] for index in present]
         attach_all(groups, self._scheduled, self.defaults, self.algorithm)
-        schedule = ScheduleStep(self.param_groups, list(map(self._scheduled.__getitem__, present)))
+        schedule = ScheduleStep(self.param_groups, scheduled)
         try:
             if not self._agreed:
                 refuse_unread(groups, self._scheduled, self.defaults)
@@ -446,7 +448,7 @@ class KernelOptimizer(Reports):
                     check_agreement(self._entries(groups), groups, self.algorithm.options, self._settings)
                 self._agreed = True
             if any(self._flat):
-                flat_tensors.check_grads(groups, self._flat, present)
+                flat_tensors.check_grads(groups, self._flat, range(len(groups)) if present is None else present)
         except BaseException:
             schedule.undo()
             raise

@@ -402,7 +402,7 @@ class KernelOptimizer(Reports):
 
     def _notice_replaced(self) -> None:
         """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
-        if len(self.param_groups) == len(self._scheduled):
+        if self.param_groups is not self._groups and len(self.param_groups) == len(self._scheduled):
             self._groups = self.param_groups
         firsts = self._first_ids()
         if firsts == self._firsts or len(firsts) != len(self._firsts):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
@@ -432,7 +432,9 @@ class KernelOptimizer(Reports):
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
-        groups, scheduled, present = self._groups, self._scheduled, None
+        groups = self._groups
+        scheduled = self._scheduled
+        present: Sequence[int] = range(len(groups))
         if self.param_groups is not groups:
             present = self._some_groups()
             scheduled = [scheduled[index] for index in present]
@@ -448,7 +450,7 @@ class KernelOptimizer(Reports):
                     check_agreement(self._entries(groups), groups, self.algorithm.options, self._settings)
                 self._agreed = True
             if any(self._flat):
-                flat_tensors.check_grads(groups, self._flat, range(len(groups)) if present is None else present)
+                flat_tensors.check_grads(groups, self._flat, present)
         except BaseException:
             schedule.undo()
             raise

@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from bighorn import Came, Lamb, TailOverlap
 from tests.support.attack_settings import tries
-from tests.support.overlap_worker import backward, distributed
+from tests.support.overlap_runs import backward, distributed
 from tests.support.processes import group_of_one
 
 WIDTH = 6

@@ -1,4 +1,4 @@
-"""compat.npu_bridge.NPUOptimizer in one process; tests/support/overlap_worker.py has a scenario with two."""
+"""compat.npu_bridge.NPUOptimizer in one process; tests/support/overlap_runs.py has a scenario with two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from bighorn import Came, Lamb
 from bighorn.compat.npu_bridge import FixedLossScaleManager, NPULossScaleOptimizer, NPUOptimizer
-from tests.support import overlap_worker
+from tests.support import overlap_runs
 from tests.support.tables import for_every
 
 LAMB: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
@@ -25,16 +25,16 @@ def sample(step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("branch", range(3), ids=["dynamic", "fixed", "none"])
 def test_a_branch_of_the_example_is_the_plain_optimizer(branch: int) -> None:
-    plain, model = overlap_worker.network(), overlap_worker.network()
+    plain, model = overlap_runs.network(), overlap_runs.network()
     reference = Lamb(plain.parameters(), **LAMB)
-    manager = overlap_worker.branches()[branch]
+    manager = overlap_runs.branches()[branch]
     optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), manager, is_loss_scale=manager is not None)
     for step in range(5):
-        overlap_worker.backward(overlap_worker.loss(plain, sample(step)))
+        overlap_runs.backward(overlap_runs.loss(plain, sample(step)))
         reference.step()
         reference.zero_grad()
-        optimizer.minimize(overlap_worker.loss(model, sample(step)))
-    overlap_worker.assert_same(model, plain)
+        optimizer.minimize(overlap_runs.loss(model, sample(step)))
+    overlap_runs.assert_same(model, plain)
 
 
 def test_the_invalid_branch_of_the_example() -> None:
@@ -43,45 +43,45 @@ def test_the_invalid_branch_of_the_example() -> None:
 
 
 def test_an_overflow_is_skipped_and_a_checkpoint_goes_on() -> None:
-    model = overlap_worker.network()
-    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_worker.branches()[0], is_loss_scale=True)
+    model = overlap_runs.network()
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_runs.branches()[0], is_loss_scale=True)
     for _ in range(2):
-        optimizer.minimize(overlap_worker.loss(model, sample(0)) * torch.inf)
-    for p, start in zip(model.parameters(), overlap_worker.network().parameters(), strict=True):
+        optimizer.minimize(overlap_runs.loss(model, sample(0)) * torch.inf)
+    for p, start in zip(model.parameters(), overlap_runs.network().parameters(), strict=True):
         assert p.equal(start)
     saved = optimizer.state_dict()
     assert saved["scaler"]["scale"] == 32.0
-    optimizer = NPUOptimizer(Lamb(model.parameters(), lr=1.0), overlap_worker.branches()[0], is_loss_scale=True)
+    optimizer = NPUOptimizer(Lamb(model.parameters(), lr=1.0), overlap_runs.branches()[0], is_loss_scale=True)
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["scaler"] == saved["scaler"]
     assert optimizer.opt.param_groups[0]["lr"] == 0.05
 
 
 def test_it_counts_the_steps_that_were_taken() -> None:
-    model = overlap_worker.network()
-    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_worker.branches()[0], is_loss_scale=True)
+    model = overlap_runs.network()
+    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_runs.branches()[0], is_loss_scale=True)
     plain = NPUOptimizer(Lamb(model.parameters(), **LAMB))
     steps = torch.tensor(0)
-    optimizer.minimize(overlap_worker.loss(model, sample(0)) * torch.inf, steps)
+    optimizer.minimize(overlap_runs.loss(model, sample(0)) * torch.inf, steps)
     assert steps == 0
-    optimizer.minimize(overlap_worker.loss(model, sample(0)), global_step=steps)
-    plain.minimize(overlap_worker.loss(model, sample(1)), steps)
+    optimizer.minimize(overlap_runs.loss(model, sample(0)), global_step=steps)
+    plain.minimize(overlap_runs.loss(model, sample(1)), steps)
     assert steps == 2
     before = [param.detach().clone() for param in model.parameters()]
     for wrong in (0, torch.tensor(0.0), "tf.Variable"):
         with pytest.raises(TypeError, match=r"global_step must be a tensor of integers, as torch\.tensor\(0\), not"):
-            plain.minimize(overlap_worker.loss(model, sample(2)), wrong)  # type: ignore[arg-type]
+            plain.minimize(overlap_runs.loss(model, sample(2)), wrong)  # type: ignore[arg-type]
     assert all(
         param.equal(start) and param.grad is None for param, start in zip(model.parameters(), before, strict=True)
     )
 
 
 def test_groups_and_gradients_are_the_optimizers() -> None:
-    model = overlap_worker.network()
+    model = overlap_runs.network()
     optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB))
     optimizer.param_groups[0]["lr"] = 0.5
     assert optimizer.opt.param_groups[0]["lr"] == 0.5
-    overlap_worker.backward(overlap_worker.loss(model, sample(0)))
+    overlap_runs.backward(overlap_runs.loss(model, sample(0)))
     optimizer.zero_grad(set_to_none=False)
     assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
     optimizer.zero_grad()
@@ -99,12 +99,12 @@ def test_groups_and_gradients_are_the_optimizers() -> None:
 )
 def test_what_does_not_belong_together_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        NPUOptimizer(Lamb(overlap_worker.network().parameters(), **LAMB), **options)
+        NPUOptimizer(Lamb(overlap_runs.network().parameters(), **LAMB), **options)
 
 
 def test_something_else_than_a_manager() -> None:
     with pytest.raises(TypeError, match="not float"):
-        NPULossScaleOptimizer(Lamb(overlap_worker.network().parameters(), **LAMB), 128.0)  # type: ignore[arg-type]
+        NPULossScaleOptimizer(Lamb(overlap_runs.network().parameters(), **LAMB), 128.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("switch", ["is_distributed", "is_loss_scale", "is_tailing_optimization"])
@@ -112,11 +112,11 @@ def test_what_is_no_optimizer_and_no_switch(switch: str) -> None:
     with pytest.raises(TypeError, match=r"^opt must be .*, not Linear$"):
         NPUOptimizer(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=f"{switch} must be True or False, not 'no'"):
-        NPUOptimizer(Lamb(overlap_worker.network().parameters(), **LAMB), **{switch: "no"})  # type: ignore[arg-type]
+        NPUOptimizer(Lamb(overlap_runs.network().parameters(), **LAMB), **{switch: "no"})  # type: ignore[arg-type]
 
 
 def test_a_state_that_does_not_fit_leaves_both_as_they_were() -> None:
-    model = overlap_worker.network()
+    model = overlap_runs.network()
     scaled = NPUOptimizer(Lamb(model.parameters(), **LAMB), FixedLossScaleManager(2), is_loss_scale=True)
     plain = NPUOptimizer(Lamb(model.parameters(), **LAMB))
     other = NPUOptimizer(Lamb([nn.Parameter(torch.ones(2))], **LAMB), FixedLossScaleManager(8), is_loss_scale=True)
@@ -134,11 +134,11 @@ def test_a_state_that_does_not_fit_leaves_both_as_they_were() -> None:
 
 
 def test_tailing_without_distributed_warns_and_does_nothing() -> None:
-    model = overlap_worker.network()
+    model = overlap_runs.network()
     with pytest.warns(UserWarning, match=r"no effect without is_distributed.*pass is_distributed=True and"):
         optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), is_tailing_optimization=True, name="alone")
     assert optimizer.name == "alone"
-    optimizer.minimize(overlap_worker.loss(model, sample(0)))
+    optimizer.minimize(overlap_runs.loss(model, sample(0)))
 
 
 # ---- compute_gradients and apply_gradients ---------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def scaled(opt: torch.optim.Optimizer, scale: float = 64.0, check: bool = True) 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("scale", [None, 64.0])
 def test_a_clip_between_the_halves_sees_unscaled_gradients(nested: bool, scale: float | None) -> None:
-    plain, model = overlap_worker.network(), overlap_worker.network()
+    plain, model = overlap_runs.network(), overlap_runs.network()
     reference = Lamb(plain.parameters(), **LAMB)
     inner: torch.optim.Optimizer = Lamb(model.parameters(), **LAMB)
     inner = NPUOptimizer(inner) if nested else inner
@@ -159,17 +159,17 @@ def test_a_clip_between_the_halves_sees_unscaled_gradients(nested: bool, scale: 
     assert isinstance(optimizer.opt, Lamb)
     steps = torch.tensor(0)
     for step in range(4):
-        overlap_worker.backward(overlap_worker.loss(plain, sample(step)))
+        overlap_runs.backward(overlap_runs.loss(plain, sample(step)))
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         reference.step()
         reference.zero_grad()
-        pairs = optimizer.compute_gradients(overlap_worker.loss(model, sample(step)))
+        pairs = optimizer.compute_gradients(overlap_runs.loss(model, sample(step)))
         grads = [grad for grad, _ in pairs if grad is not None]
         ratio = min(1.0, 0.05 / (torch.nn.utils.get_total_norm(grads).item() + 1e-6))
         assert ratio < 1
         optimizer.apply_gradients([(grad * ratio, var) for grad, var in pairs if grad is not None], steps)
     assert steps == 4
-    overlap_worker.assert_same(model, plain)
+    overlap_runs.assert_same(model, plain)
 
 
 def test_var_list_is_all_that_gets_gradients() -> None:
@@ -286,23 +286,23 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 @pytest.mark.parametrize("scale", [None, 64.0])
 def test_torchs_schedulers(name: str, scale: float | None) -> None:
     """The first step overflows if the loss is scaled; no scheduler warns that the optimizer was not stepped."""
-    plain, model = overlap_worker.network(), overlap_worker.network()
+    plain, model = overlap_runs.network(), overlap_runs.network()
     reference = Lamb(plain.parameters(), **LAMB)
     optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB))
     optimizer = optimizer if scale is None else scaled(optimizer, scale)
     schedules = [SCHEDULERS[name](reference), SCHEDULERS[name](optimizer)]
     for step in range(5):
         if step or scale is None:
-            overlap_worker.backward(overlap_worker.loss(plain, sample(step)))
+            overlap_runs.backward(overlap_runs.loss(plain, sample(step)))
         reference.step()
         reference.zero_grad()
         bad = 1.0 if step or scale is None else torch.inf
-        optimizer.minimize(overlap_worker.loss(model, sample(step)) * bad)
+        optimizer.minimize(overlap_runs.loss(model, sample(step)) * bad)
         for schedule in schedules:
             schedule.step()
         assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
         assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
-    overlap_worker.assert_same(model, plain)
+    overlap_runs.assert_same(model, plain)
     twin = copy.deepcopy(optimizer)
     assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert twin.opt is not optimizer.opt

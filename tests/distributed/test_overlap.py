@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
 from bighorn.deferred import DeferredScalar
-from tests.support import overlap_worker
+from tests.support import overlap_runs
 from tests.support.processes import group_of_one
 
 
@@ -49,15 +49,15 @@ class Work:
         self.tensor.numpy()[...] = self.arrived.numpy()
 
 
-def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+def waits(make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """Return the number of parameters of each bucket of the third step, and of those stepped before its wait."""
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     overlap = TailOverlap(ddp, make(ddp.module))
     for step in range(3):
         wire = Wire([p.detach() for p in ddp.parameters()])
         with monkeypatch.context() as patched:
             patched.setattr(dist, "all_reduce", wire.all_reduce)
-            overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step)))
+            overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step)))
         sizes = [len(flight.params) for flight in overlap._in_flight]
         overlap.step()
         overlap.zero_grad()
@@ -77,7 +77,7 @@ def waits(make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[l
     ids=["Lamb", "Came", "AdamW", "SGD"],
 )
 def test_a_bucket_is_stepped_before_the_next_is_waited_for(
-    make: overlap_worker.Make, monkeypatch: pytest.MonkeyPatch
+    make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, moved = waits(make, monkeypatch)
     assert moved == [sum(sizes[:i]) for i in range(len(sizes))]
@@ -91,7 +91,7 @@ def test_a_global_norm_needs_all_gradients_first(options: dict[str, Any], monkey
 
 def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
     """torch.distributed.checkpoint takes such a step to make an optimizer create its state."""
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     optimizer = Lamb(ddp.parameters(), lr=0.0)
     overlap = TailOverlap(ddp, optimizer)
     overlap.step()
@@ -103,18 +103,18 @@ def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
 
 
 def test_a_parameter_that_is_not_the_models_is_stepped_too() -> None:
-    ddp, other = overlap_worker.distributed(overlap_worker.network()), nn.Parameter(torch.ones(3))
+    ddp, other = overlap_runs.distributed(overlap_runs.network()), nn.Parameter(torch.ones(3))
     overlap = TailOverlap(ddp, AdamW([*ddp.parameters(), other]))
-    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)) + other.sum())
+    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)) + other.sum())
     overlap.step()
     assert not other.eq(1).any()
 
 
 def test_gradients_are_there_again_whatever_happens() -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     optimizer = AdamW(ddp.parameters())
     overlap = TailOverlap(ddp, optimizer)
-    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
     grads = [p.grad for p in ddp.parameters()]
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
@@ -123,7 +123,7 @@ def test_gradients_are_there_again_whatever_happens() -> None:
 
 
 def test_schedules_of_the_optimizer_move_once_a_step() -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     asked: list[int] = []
 
     def schedule(step: int) -> float:
@@ -133,7 +133,7 @@ def test_schedules_of_the_optimizer_move_once_a_step() -> None:
     overlap = TailOverlap(ddp, Lamb(ddp.parameters(), lr=schedule))
     asked.clear()
     for step in range(4):
-        overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step)))
+        overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step)))
         overlap.step()
         overlap.zero_grad()
     assert asked == [0, 1, 2, 3]
@@ -141,12 +141,12 @@ def test_schedules_of_the_optimizer_move_once_a_step() -> None:
 
 def test_plans_are_kept_however_many_buckets_there_are() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)])
-    ddp = overlap_worker.distributed(model, bucket_cap_mb=1e-4)
+    ddp = overlap_runs.distributed(model, bucket_cap_mb=1e-4)
     optimizer = Lamb(model.named_parameters(), lr=0.01)
     overlap = TailOverlap(ddp, optimizer)
     plans: list[set[int]] = []
     for step in range(4):
-        overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(step).float()))
+        overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step).float()))
         buckets = len(overlap._in_flight)
         overlap.step()
         overlap.zero_grad()
@@ -162,21 +162,21 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
 
 
 def scaled(
-    module: nn.Module, make: overlap_worker.Make, **options: Any
+    module: nn.Module, make: overlap_runs.Make, **options: Any
 ) -> tuple[TailOverlap, torch.amp.GradScaler, Callable[[], None]]:
     """Return an overlap with a scaler, and a function that makes gradients."""
-    ddp, scaler = overlap_worker.distributed(module, **options), torch.amp.GradScaler("cpu", init_scale=64.0)
+    ddp, scaler = overlap_runs.distributed(module, **options), torch.amp.GradScaler("cpu", init_scale=64.0)
     return (
         TailOverlap(ddp, make(module), scaler=scaler),
         scaler,
-        lambda: overlap_worker.backward(scaler.scale(overlap_worker.loss(ddp, overlap_worker.batch(0).float()))),
+        lambda: overlap_runs.backward(scaler.scale(overlap_runs.loss(ddp, overlap_runs.batch(0).float()))),
     )
 
 
 def test_a_step_that_has_failed_is_repeated_with_the_same_scale() -> None:
     state: list[Tensor] = []
     for lr in (-1.0, 0.1):
-        module = overlap_worker.network(torch.float32)
+        module = overlap_runs.network(torch.float32)
         overlap, _, backward = scaled(module, lambda module: Lamb(module.parameters(), lr=0.1))
         backward()
         overlap.optimizer.param_groups[0]["lr"] = lr
@@ -190,7 +190,7 @@ def test_a_step_that_has_failed_is_repeated_with_the_same_scale() -> None:
 
 
 def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> None:
-    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
+    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
     backward()
     overlap.optimizer.param_groups[0]["lr"] = "0.1"
     with pytest.raises(TypeError):
@@ -207,7 +207,7 @@ def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> N
 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
 def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) -> None:
-    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: make(m.parameters(), lr=0.1))
+    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: make(m.parameters(), lr=0.1))
     torch.set_default_dtype(torch.float64)
     try:
         for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) 
 
 
 def test_sums_that_have_overflowed_are_an_error_of_the_next_step_alone() -> None:
-    overlap, scaler, backward = scaled(overlap_worker.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
+    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
     assert overlap._scaled is not None
     overlap._scaled.late_before = DeferredScalar(torch.ones(()))
     backward()
@@ -236,17 +236,17 @@ def test_sums_that_have_overflowed_are_an_error_of_the_next_step_alone() -> None
 def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., Optimizer]) -> None:
     other, alone = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     overlap, scaler, backward = scaled(
-        overlap_worker.network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
+        overlap_runs.network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
     )
     plain = make([alone], lr=0.1)
     for factor in (1.0, math.inf):
         backward()
-        overlap_worker.backward(scaler.scale(other.square().sum() * factor))
+        overlap_runs.backward(scaler.scale(other.square().sum() * factor))
         overlap.step()
         scaler.update()
         overlap.zero_grad()
         if math.isfinite(factor):
-            overlap_worker.backward(alone.square().sum())
+            overlap_runs.backward(alone.square().sum())
             plain.step()
         assert torch.equal(other, alone)
 
@@ -303,9 +303,9 @@ def zero(params: list[nn.Parameter]) -> Optimizer:
 
 
 def test_an_optimizer_with_a_method_for_it_is_accepted() -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     overlap = TailOverlap(ddp, InParts(ddp.parameters()))
-    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
     overlap.step()
     assert all(p.eq(7).all() for p in ddp.parameters())
 
@@ -322,7 +322,7 @@ def test_an_optimizer_with_a_method_for_it_is_accepted() -> None:
     ids=["LBFGS", "SparseAdam", "foreign", "ZeRO", "incomplete"],
 )
 def test_refused_optimizers(make: Callable[[list[nn.Parameter]], Optimizer], reason: str) -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     with pytest.raises(ValueError, match=reason):
         TailOverlap(ddp, make(list(ddp.parameters())))
     TailOverlap(ddp, SGD(ddp.parameters()))
@@ -335,18 +335,18 @@ class Lookup(nn.Module):
 
 
 def test_refused_models() -> None:
-    net = overlap_worker.network()
+    net = overlap_runs.network()
     optimizer = SGD(net.parameters())
     with pytest.raises(TypeError, match=r"DistributedDataParallel, not Sequential.*gradient_as_bucket_view"):
         TailOverlap(net, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not list"):
-        TailOverlap(overlap_worker.distributed(net), [])  # type: ignore[arg-type]
+        TailOverlap(overlap_runs.distributed(net), [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler, not float"):
-        TailOverlap(overlap_worker.distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
+        TailOverlap(overlap_runs.distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
     lookup = Lookup()
     with pytest.raises(ValueError, match=r"table has sparse gradients.*sparse=False"):
-        TailOverlap(overlap_worker.distributed(lookup), SGD(lookup.parameters()))
-    delayed = overlap_worker.distributed(
+        TailOverlap(overlap_runs.distributed(lookup), SGD(lookup.parameters()))
+    delayed = overlap_runs.distributed(
         net,
         delay_all_reduce_named_params=[("0.0.weight", net.get_parameter("0.0.weight"))],
         param_to_hook_all_reduce=net.get_parameter("0.0.bias"),
@@ -357,7 +357,7 @@ def test_refused_models() -> None:
 
 
 def test_a_closure_is_refused() -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     optimizer = AdamW(ddp.parameters())
     overlap = TailOverlap(ddp, optimizer)
     with pytest.raises(ValueError, match=r"call the closure, then overlap.step"):
@@ -368,8 +368,8 @@ def test_a_closure_is_refused() -> None:
 
 
 def test_a_scaler_that_is_not_enabled_is_none() -> None:
-    ddp = overlap_worker.distributed(overlap_worker.network())
+    ddp = overlap_runs.distributed(overlap_runs.network())
     overlap = TailOverlap(ddp, SGD(ddp.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=False))
-    overlap_worker.backward(overlap_worker.loss(ddp, overlap_worker.batch(0)))
+    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
     overlap.step()
     assert overlap._in_flight == []

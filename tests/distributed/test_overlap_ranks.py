@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from bighorn import Lamb, TailOverlap
-from tests.support.overlap_worker import (
+from tests.support.overlap_runs import (
     LAMB,
     MAKERS,
     STEPS,

@@ -17,7 +17,7 @@ from bighorn.compat.npu_bridge import (
     NPULossScaleOptimizer,
     NPUOptimizer,
 )
-from tests.support.overlap_worker import (
+from tests.support.overlap_runs import (
     LAMB,
     MAKERS,
     STEPS,

@@ -283,7 +283,7 @@ FAULTS = (
         "bighorn/distributed/grad_scaler.py",
         "        torch.autograd.graph.increment_version(buffer)\n",
         "",
-        "tests/distributed/test_overlap.py",
+        "tests/distributed -k overlap",
     ),
     Fault(
         "a lost increment, of the version of options",
@@ -311,7 +311,7 @@ FAULTS = (
         "bighorn/distributed/overlap.py",
         "        self.version = self.buffer._version\n",
         "        self.version = 0\n",
-        "tests/distributed/test_overlap.py",
+        "tests/distributed -k overlap",
     ),
     Fault(
         "a key that is not read, an option of a checkpoint",
@@ -437,7 +437,7 @@ FAULTS = (
         "bighorn/distributed/grad_scaler.py",
         "dist.ReduceOp.MAX, self.overlap._group",
         "dist.ReduceOp.MIN, self.overlap._group",
-        "tests/distributed/test_overlap.py",
+        "tests/distributed -k overlap",
     ),
     Fault(
         "a bound of codes, of a compensation",
@@ -570,7 +570,7 @@ FAULTS = (
         "bighorn/distributed/overlap.py",
         '            raise RuntimeError(\n                f"rank {dist.get_rank()} waited in vain',
         '            str(\n                f"rank {dist.get_rank()} waited in vain',
-        "tests/distributed/test_overlap.py",
+        "tests/distributed -k overlap",
     ),
     Fault(
         "a stale plan, after an option",
@@ -605,7 +605,7 @@ FAULTS = (
         "bighorn/optim/plan_cache.py",
         "        if order != self._order:\n            self._plans.clear()\n",
         "",
-        "tests/contract tests/distributed/test_overlap.py",
+        "tests/contract tests/distributed/test_overlap.py tests/distributed/test_overlap_ranks.py",
     ),
     Fault(
         "a stale plan, of freed gradients",

@@ -19,10 +19,10 @@ from tests.support.cases import Optimizer
 from tests.support.sharded_runs import (
     ALONE,
     BITWISE,
+    CLIPPED,
     Bag,
     Run,
     gradients,
-    not_matrices,
 )
 
 PADDING = 5
@@ -173,13 +173,7 @@ RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
     "clip": Run(
         Lamb,
-        {
-            "max_grad_norm": 0.5,
-            "skip_nonfinite": True,
-            "second_moment": "amsgrad",
-            "exclude_from_weight_decay": ["bias", "few$"],
-            "exclude_from_layer_adaptation": not_matrices,
-        },
+        CLIPPED,
         {"weight_decay": 0.01, "lr": 0.05},
         steps=5,
         compares_state=True,

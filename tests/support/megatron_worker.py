@@ -16,7 +16,7 @@ from bighorn import Came, Lamb, Lars, megatron_groups
 from tests.support.cases import Kind
 from tests.support.flat_runs import refused
 from tests.support.megatron_core import Megatron, on_the_cpu
-from tests.support.overlap_worker import raises
+from tests.support.overlap_runs import raises
 from tests.support.processes import run_as_rank
 from tests.support.sharded_runs import assert_close, cost
 

@@ -140,18 +140,17 @@ def not_matrices(name: str, param: Tensor) -> bool:
 ALONE: Mapping[str, Any] = {"adam": True, "decay_mode": "decoupled"}
 BITWISE: Mapping[str, Any] = {"dtype": torch.bfloat16, "backend": "cpu", "tolerance": 0}
 
+CLIPPED: Mapping[str, Any] = {
+    "max_grad_norm": 0.5,
+    "skip_nonfinite": True,
+    "second_moment": "amsgrad",
+    "exclude_from_weight_decay": ["bias", "few$"],
+    "exclude_from_layer_adaptation": not_matrices,
+}
+
 RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
-    "lamb-clip": Run(
-        Lamb,
-        {
-            "max_grad_norm": 0.5,
-            "skip_nonfinite": True,
-            "second_moment": "amsgrad",
-            "exclude_from_weight_decay": ["bias", "few$"],
-            "exclude_from_layer_adaptation": not_matrices,
-        },
-    ),
+    "lamb-clip": Run(Lamb, CLIPPED),
     "lamb-means": Run(Lamb, {"cautious": True, "decay_mode": "l2"}, {"grad_centralization": True}),
     "lamb-stacked": Run(Lamb, {"decay_mode": "decoupled"}, {"stacked": True}),
     "came": Run(Came, steps=10, compares_state=True),

@@ -9,11 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from click.testing import Result
+from click.testing import CliRunner, Result
 from torch import Tensor
+
+from bighorn_workbench.commands import bighorn
 
 Invoke = Callable[..., Result]
 """The fixture `invoke`: it takes words of the command line and `code`, the expected exit code."""
+
+
+def call(*words: object) -> Result:
+    """Run ``bighorn`` in this process; unexpected exceptions are raised."""
+    result = CliRunner().invoke(bighorn, [str(word) for word in words], prog_name="bighorn")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 def resuming(output: str) -> list[str]:

@@ -5,22 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from bighorn_workbench.commands import bighorn
 from bighorn_workbench.run import Run
-from workbench.tests.command_line import Invoke, without_dropout, write_idx, write_text
+from workbench.tests.command_line import Invoke, call, without_dropout, write_idx, write_text
 
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Run ``bighorn`` in this process, in an empty folder; unexpected exceptions are raised."""
+    """Run ``bighorn`` in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object, code: int = 0) -> Result:
-        result = CliRunner().invoke(bighorn, [str(word) for word in arguments], prog_name="bighorn")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
+        result = call(*arguments)
         assert result.exit_code == code, result.output
         return result
 

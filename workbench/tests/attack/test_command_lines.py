@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bighorn_workbench.commands import COMMANDS, bighorn
 from bighorn_workbench.options import FilePath
 from tests.support.attack_settings import tries
+from workbench.tests.command_line import call
 
 QUICK: Mapping[str, Sequence[str]] = {
     "train": ("--steps=1", "--threads=1"),
@@ -131,9 +131,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @given(line=command_lines())
 def test_a_random_command_line(folder: Path, line: list[str]) -> None:
     del folder
-    result = CliRunner().invoke(bighorn, line, prog_name="bighorn")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = call(*line)
     assert result.exit_code in {0, 1, 2}, result.output
     assert "Traceback" not in result.output
     assert result.exit_code == 0 or "Error" in result.output or line[0] == "doctor", result.output

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bighorn_workbench import checkpoint
 from bighorn_workbench.builtin_tasks import TASKS
-from bighorn_workbench.commands import bighorn
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.run import Run
@@ -22,6 +20,7 @@ from bighorn_workbench.trials import held_out
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
 from tests.support.error_checks import same
+from workbench.tests.command_line import call
 
 Damage = Callable[[bytes], bytes]
 
@@ -35,9 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(*words: object) -> tuple[int, str]:
-    result = CliRunner().invoke(bighorn, ["train", "--threads", "1", *map(str, words)], prog_name="bighorn")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = call("train", "--threads", 1, *words)
     return result.exit_code, result.output
 
 

@@ -6,21 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 
-from bighorn_workbench.commands import bighorn
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes
 from workbench.tests.attack.test_command_lines import QUICK
+from workbench.tests.command_line import call
 
 
 def compare(path: Path) -> tuple[int, str]:
     """Return the exit code and the output of a comparison that goes on with a study."""
     words = ["compare", *QUICK["compare"], "--epochs=0.5", "--study", str(path)]
-    result = CliRunner().invoke(bighorn, words, prog_name="bighorn")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = call(*words)
     return result.exit_code, result.output
 
 

@@ -1,4 +1,4 @@
-"""A network of several buckets, its samples, and what compares it."""
+"""A network of several buckets, its samples, and comparisons of its runs."""
 
 from __future__ import annotations
 

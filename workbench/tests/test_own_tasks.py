@@ -444,6 +444,15 @@ def test_a_way_out_of_a_task_is_named_and_what_was_done_is_kept(invoke: Invoke, 
     assert history["test"].keys() == {"error"}
 
 
+@pytest.fixture
+def _default_interrupt() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also in a job that a shell has started in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_interrupt")
 def test_a_ctrl_c_stays_one() -> None:
     def abort() -> None:
         signal.raise_signal(signal.SIGINT)

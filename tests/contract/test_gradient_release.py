@@ -5,22 +5,29 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
-from bighorn import Lamb, LossScaler, TailOverlap, release_gradients, schedules
-from tests.distributed.test_process_group import run_ranks
+from bighorn import Came, Lamb, Lars, LossScaler, TailOverlap, release_gradients, schedules
 from tests.support.cases import Case, Kind, set_gradients
 from tests.support.offloading import in_groups, loss_of, network
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, assert_same_everything, copies, runs
 from tests.support.processes import group_of_one
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.long
 
@@ -209,74 +216,56 @@ def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
     assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
 
 
-SHARDED = """
-    import sys, torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import async_save
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.debug import CommDebugMode
-    from bighorn import Came, Lamb, release_gradients
+@pytest.mark.filterwarnings("ignore")  # of FSDP2, whose warnings do not concern these gradients
+@pytest.mark.process
+@ranks(2)
+def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
+    """A state that is saved asynchronously between two steps is also loaded and continued without release."""
 
-    rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    beside = dist.new_group(backend="gloo")
-
-    def network(sharded):
+    def network(sharded: bool) -> nn.Sequential:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).double()
         for layer in (net[0], net[2], net) if sharded else ():
             fully_shard(layer)
         return net
 
-    for kind, calls in ((Lamb, 1), (Came, 4)):
-        nets = network(False), network(True), network(True)
-        optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1) for net in nets]
-        whole, released, back = zip(nets, optimizers)
-        release_gradients(*released)
+    nets: list[Any] = [network(False), network(True), network(True)]
+    optimizers = [kind(net.named_parameters(), lr=0.1, weight_decay=0.1) for net in nets]
+    whole, released, back = zip(nets, optimizers, strict=True)
+    release_gradients(*released)
 
-        def train(steps, net, optimizer):
-            for step in steps:
-                torch.manual_seed(step)
-                data = torch.randn(4, 9, dtype=torch.float64)
-                with CommDebugMode() as comms:
-                    net(data if net is whole[0] else data[2 * rank : 2 * rank + 2]).square().mean().backward()
-                    optimizer.step()
-                if net is not released[0]:
-                    optimizer.zero_grad()
-            counts = {str(op): count for op, count in comms.get_comm_counts().items()}
-            return sum(count for op, count in counts.items() if "reduce" in op and "scatter" not in op)
+    def train(steps: range, net: Any, optimizer: Any) -> int:
+        """Return the reductions of the last step, without those of gradients."""
+        for step in steps:
+            torch.manual_seed(step)
+            data = torch.randn(4, 9, dtype=torch.float64)
+            with CommDebugMode() as comms:  # type: ignore[no-untyped-call]
+                net(data if net is whole[0] else data.chunk(2)[dist.get_rank()]).square().mean().backward()
+                optimizer.step()
+            if net is not released[0]:
+                optimizer.zero_grad()
+        counts = {str(op): count for op, count in comms.get_comm_counts().items()}
+        return sum(count for op, count in counts.items() if "reduce" in op and "scatter" not in op)
 
-        train(range(3), *whole)
-        assert train(range(3), *released) >= 4  # each parameter's own
-        assert all(p.grad is None for p in released[0].parameters())
+    train(range(3), *whole)
+    assert train(range(3), *released) >= 4  # each parameter's own
+    assert all(p.grad is None for p in released[0].parameters())
 
-        # A save that goes on beside the next steps holds what was there when it was asked for.
-        model, state = get_state_dict(*released)
-        # With a group of its own: its messages would mix with the training's.
-        saving = async_save(
-            {"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}", process_group=beside
-        )
-        train(range(3, 5), *released)
-        saving.result()
-        model, state = get_state_dict(*back)
-        load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{kind.__name__}")
-        set_state_dict(*back, model_state_dict=model, optim_state_dict=state)
-        assert train(range(3, 5), *back) == calls
-        train(range(3, 5), *whole)
-        for net in (released[0], back[0]):
-            for ours, theirs in zip(net.parameters(), whole[0].parameters()):
-                torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
-"""
-
-
-@pytest.mark.process
-def test_reduced_gradients_of_fsdp2(tmp_path: Path) -> None:
-    """A state that is saved asynchronously between two steps is also loaded and continued without release."""
-    run_ranks(SHARDED, 2, str(tmp_path / "store"), str(tmp_path))
+    # A save that goes on beside the next steps holds what was there when it was asked for.
+    model, state = get_state_dict(*released)
+    beside = dist.new_group(backend="gloo")  # messages of the world's group would mix with the training's
+    saving = async_save({"model": model, "optimizer": state}, checkpoint_id=tmp_path, process_group=beside)
+    train(range(3, 5), *released)
+    assert isinstance(saving, Future)
+    saving.result()
+    model, state = get_state_dict(*back)
+    load({"model": model, "optimizer": state}, checkpoint_id=tmp_path)
+    set_state_dict(*back, model_state_dict=model, optim_state_dict=state)
+    assert train(range(3, 5), *back) == {Lamb: 1, Came: 4, Lars: 1}[kind]
+    train(range(3, 5), *whole)
+    for net in (released[0], back[0]):
+        for ours, theirs in zip(net.parameters(), whole[0].parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_it_can_be_undone(kind: Kind) -> None:

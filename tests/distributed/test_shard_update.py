@@ -1,75 +1,97 @@
-"""Weight-update sharding on two real ranks equals the unsharded optimizer."""
+"""Weight-update sharding on two ranks equals the unsharded optimizer."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from bighorn import FlatLayout, Fragment, Lamb, shard_update
-from tests.distributed.test_process_group import run_ranks
+from bighorn import Came, FlatLayout, Fragment, Lamb, groups, schedules, shard_update
+from bighorn.compat.npu_bridge import LAMBOptimizer, NPUDistributedOptimizer
 from tests.support.processes import group_of_one
+from tests.support.ranks import ranks
+from tests.support.tables import for_every
 
-SCRIPT = """
-    import functools, sys, torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-    from bighorn import Came, Lamb, groups, schedules, shard_update
-    from bighorn.compat.npu_bridge import LAMBOptimizer, NPUDistributedOptimizer
+CLIP: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 0.1}
 
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
-    def network():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
 
-    def grouped(net):
-        return groups.by_rules(net.named_parameters(), [groups.Rule("bias", weight_decay=0.0)])
 
-    def halves(step):
-        torch.manual_seed(step)
-        return torch.randn(2, 4, 5)
+def grouped(net: nn.Module) -> list[dict[str, Any]]:
+    return groups.by_rules(net.named_parameters(), [groups.Rule("bias", weight_decay=0.0)])
 
-    def check(make, wrap, seen=lambda optimizer: None):
-        whole, shared = network(), network()
-        model = DistributedDataParallel(shared)
-        alone, sharded = make(whole), wrap(make(shared), model)
-        for step in range(5):
-            inputs = halves(step)
-            whole(inputs.flatten(0, 1)).square().mean().backward()
-            alone.step()
-            alone.zero_grad()
-            loss = model(inputs[rank]).square().mean()
-            if hasattr(sharded, "minimize"):
-                sharded.minimize(loss)
-            else:
-                loss.backward()
-                sharded.step()
-                sharded.zero_grad()
-            assert seen(alone) == seen(getattr(sharded, "opt", sharded))
-        for a, b in zip(shared.parameters(), whole.parameters()):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-            assert not a.equal(next(iter(network().parameters()))) if a.shape == (7, 5) else True
 
-    zero = lambda optimizer, model: shard_update(optimizer)
-    rates = lambda optimizer: [group["lr"] for group in optimizer.param_groups]
-    clip = dict(weight_decay=0.1, max_grad_norm=0.1)
-    check(lambda net: Lamb(grouped(net), lr=schedules.Cosine(0.1, 8), **clip), zero, rates)
-    check(lambda net: Lamb(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["bias"], **clip), zero)
-    check(lambda net: Came(grouped(net), lr=schedules.RelativeStep(), **clip), zero, rates)
-    check(lambda net: torch.optim.AdamW(net.parameters(), lr=0.01), zero)
-    for sharding in (False, True):
-        check(
-            lambda net: LAMBOptimizer(0.1, 0.01, exclude_from_weight_decay=["bias"], params=net.named_parameters()),
-            lambda optimizer, model: NPUDistributedOptimizer(optimizer, sharding, model=model),
-        )
+def halves(step: int) -> Tensor:
+    torch.manual_seed(step)
+    return torch.randn(2, 4, 5)
+
+
+def lamb_with_a_schedule(net: nn.Module) -> Lamb:
+    return Lamb(grouped(net), lr=schedules.Cosine(0.1, 8), **CLIP)
+
+
+def lamb_with_an_exclusion(net: nn.Module) -> Lamb:
+    return Lamb(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["bias"], **CLIP)
+
+
+def came(net: nn.Module) -> Came:
+    return Came(grouped(net), lr=schedules.RelativeStep(), **CLIP)
+
+
+def adamw(net: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def lamb_of_npu_bridge(net: nn.Module) -> LAMBOptimizer:
+    return LAMBOptimizer(0.1, 0.01, exclude_from_weight_decay=["bias"], params=net.named_parameters())
+
+
+@for_every(
+    ("make", "bridge"),
+    [
+        *((make, {}) for make in (lamb_with_a_schedule, lamb_with_an_exclusion, came, adamw)),
+        *((lamb_of_npu_bridge, {"is_weight_update_sharding": sharding}) for sharding in (False, True)),
+    ],
+)
+@ranks(2)
+def test_it_equals_the_optimizer_that_holds_everything(
+    make: Callable[[nn.Module], Any], bridge: dict[str, Any]
+) -> None:
+    whole, shared = network(), network()
+    model = DistributedDataParallel(shared)
+    alone, inner = make(whole), make(shared)
+    sharded: Any = NPUDistributedOptimizer(inner, **bridge, model=model) if bridge else shard_update(inner)
+    for step in range(5):
+        inputs = halves(step)
+        whole(inputs.flatten(0, 1)).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+        loss = model(inputs[dist.get_rank()]).square().mean()
+        if bridge:
+            sharded.minimize(loss)
+        else:
+            loss.backward()
+            sharded.step()
+            sharded.zero_grad()
+            rates = [[group["lr"] for group in each.param_groups] for each in (alone, sharded)]
+            assert rates[0] == rates[1]
+    for a, b, start in zip(shared.parameters(), whole.parameters(), network().parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert not a.equal(start)
+
+
+@ranks(2)
+def test_each_rank_has_state_for_its_own_tensors() -> None:
     net = network()
     sharded = shard_update(Lamb(net.parameters(), lr=0.1))
     net(halves(0)[0]).square().mean().backward()
@@ -77,18 +99,16 @@ SCRIPT = """
     here = len(sharded.optim.state)
     counts = torch.tensor([here])
     dist.all_reduce(counts)
-    assert 0 < here < 6 and counts == 6, here  # each rank has state for its own tensors
-    try:
-        shard_update(Lamb(fully_shard(network()).parameters(), lr=0.1))
-    except ValueError as error:
-        assert "sharded already" in str(error), error
-    else:
-        raise AssertionError("no error")
-"""
+    assert 0 < here < 6
+    assert counts == 6
 
 
-def test_it_equals_the_optimizer_that_holds_everything(tmp_path: Path) -> None:
-    run_ranks(SCRIPT, 2, str(tmp_path / "store"))
+@ranks(2)
+def test_sharded_parameters_are_refused() -> None:
+    net = network()
+    fully_shard(net)
+    with pytest.raises(ValueError, match="sharded already"):
+        shard_update(Lamb(net.parameters(), lr=0.1))
 
 
 def test_what_is_refused() -> None:

@@ -1,53 +1,411 @@
-"""LAMB inside of DeepSpeed's ZeRO, in real processes, which run tests/support/deepspeed_worker.py."""
+"""LAMB and CAME inside of DeepSpeed's ZeRO, on several ranks."""
 
 from __future__ import annotations
 
-import json
+import importlib
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.support.processes import assert_ended_well, outcomes
+from bighorn import Came, Lamb
+from tests.support.cases import Optimizer
+from tests.support.ranks import ranks
+from tests.support.sharded_runs import assert_close
 
 if find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install deepspeed", allow_module_level=True)
 
-WORKER = Path(__file__).parents[1] / "support" / "deepspeed_worker.py"
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+pytestmark = pytest.mark.filterwarnings("ignore")  # DeepSpeed's own
 
-BOTH = [f"zero-{stage}{half}" for stage in (1, 2) for half in ("", "-came", "-fp16", "-bf16")]
-RESUMES = ["resumes", *(f"resumes-{which}" for which in ("zero-2", "fp16", "came", "came-fp16"))]
-BOTH += ["bf16-summed-in-float32", "fp16-without-zero", "overflow", "collectives"]
+SAMPLES = 8
+"""The samples of a step, of all ranks together."""
+
+
+class Block(nn.Module):
+    """A layer of a small vision transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, bias=False, batch_first=True)
+        self.norm2, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, 22), nn.GELU(), nn.Linear(22, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        z: Tensor = x + self.attn(y, y, y, need_weights=False)[0]
+        return z + torch.as_tensor(self.mlp(self.norm2(z)))
+
+
+class Vit(nn.Module):
+    """A vision transformer of two layers, with sizes that no number of ranks divides. Its output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch_embed = nn.Linear(9, 10)
+        self.blocks = nn.Sequential(Block(10), Block(10))
+        self.frozen = nn.Linear(10, 10)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.frozen(self.blocks(self.patch_embed(x))).mean(dim=1))
+        loss: Tensor = (y.float() - x.float().mean(dim=(1, 2))[:, None]).square().mean()
+        return loss
+
+
+def layerwise(net: nn.Module) -> list[dict[str, Any]]:
+    """Return groups with a learning rate for each depth, and no weight decay for vectors, as EVA-CLIP has them."""
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, p in net.named_parameters():
+        depth = 0 if name.startswith("patch_embed") else 1 + int(name.split(".")[1]) if "blocks" in name else 3
+        decays = p.dim() > 1
+        options = {"lr": 0.05 * 0.7 ** (3 - depth), "weight_decay": 0.1 if decays else 0.0}
+        if p.requires_grad:
+            groups.setdefault((depth, decays), {"params": [], **options})["params"].append((name, p))
+    return list(groups.values())
+
+
+def lamb(net: nn.Module, **options: Any) -> Lamb:
+    return Lamb(layerwise(net), exclude_from_layer_adaptation=["bias", "norm"], **options)
+
+
+def came(net: nn.Module) -> Came:
+    """Return an optimizer with learning rates at which CAME does not diverge."""
+    return Came([{**group, "lr": group["lr"] / 50} for group in layerwise(net)], bias_correction=True)
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(SAMPLES, 4, 9, generator=torch.Generator().manual_seed(step))
+
+
+Make = Callable[[nn.Module], Optimizer]
 
 
 @cache
-def said(world: int, folder: Path) -> list[dict[str, str]]:
-    """Return the traceback of each scenario on each of `world` ranks, or an empty string."""
-    if world == 4:
-        said(2, folder)
-        convert(folder / "saved")
-    assert_ended_well(outcomes(WORKER, [[rank, world, folder] for rank in range(world)], ENVIRONMENT))
-    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+def deepspeed() -> Any:
+    """Import DeepSpeed on a rank alone, since it sets up a process group, environment variables and a logger."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
+    module = importlib.import_module("deepspeed")
+    importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True  # on any CPU
+    module.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # shared memory between ranks: would be compiled
+    module.init_distributed("gloo", auto_mpi_discovery=False)
+    return module
 
 
-def convert(saved: Path) -> None:
-    """Make a universal checkpoint with DeepSpeed's script."""
-    folders = ["--input_folder", str(saved / "third"), "--output_folder", str(saved / "universal")]
+def engine(net: nn.Module, stage: int, optimizer: Any = None, accumulate: int = 1, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size() // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        **more,
+    }
+    return deepspeed().initialize(model=net, optimizer=optimizer or lamb(net), config=config)[0]
+
+
+FP16: Mapping[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+GROWING: Mapping[str, Any] = {"fp16": {**FP16["fp16"], "loss_scale_window": 3}}
+"""A scale that grows in the run. In that step DeepSpeed (0.19) divides gradients by the new scale."""
+BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+
+
+def backward(trained: Any, step: int, spoil: float = 1.0) -> None:
+    x = inputs(step).chunk(dist.get_world_size())[dist.get_rank()]
+    trained.backward(trained(x.to(next(trained.module.parameters()).dtype)) * spoil)
+
+
+def go(trained: Any, steps: Sequence[int]) -> None:
+    for step in steps:
+        backward(trained, step)
+        trained.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", [lamb, came])
+@ranks(2, 4)
+def test_equals_one_process(stage: int, make: Make) -> None:
+    """Twenty steps equal those of one process with the joined batch, under accumulation and DeepSpeed's clip."""
+    ours, theirs = Vit(), Vit()
+    trained, alone = engine(ours, stage, make(ours), accumulate=2, gradient_clipping=0.5), make(theirs)
+    for step in range(20):
+        for part in inputs(step).chunk(2):
+            trained.backward(trained(part.chunk(dist.get_world_size())[dist.get_rank()]))
+            trained.step()
+        losses = [theirs(x) for part in inputs(step).chunk(2) for x in part.chunk(dist.get_world_size())]
+        joined: Any = torch.stack(losses).mean()
+        joined.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        alone.step()
+        alone.zero_grad()
+    for (name, p), q, start in zip(ours.named_parameters(), theirs.parameters(), Vit().parameters(), strict=True):
+        assert_close(p, q, 1e-6, name)
+        assert p.equal(start) == name.startswith("frozen"), name
+    told, expected = vars(trained.optimizer.optimizer.telemetry()), vars(alone.telemetry())
+    assert told.pop("names") == expected.pop("names")
+    for name, values in expected.items():
+        assert_close(told[name], values, 1e-4, name)
+    assert "group 5" in trained.optimizer.optimizer.explain()
+
+
+def masters(net: nn.Module) -> dict[str, Tensor]:
+    """Return DeepSpeed's float32 weights."""
+    named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
+    return {name: deepspeed().utils.safe_get_full_fp32_param(p).clone() for name, p in named}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [*itertools.product((1, 2), (FP16, BF16)), (1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}})],
+)
+@ranks(2, 4)
+def test_equals_lamb_of_the_masters(stage: int, precision: Mapping[str, Any]) -> None:
+    """In half precision, DeepSpeed's float32 weights move as those of one process that has its gradients."""
+    ours, theirs = Vit(), Vit()
+    trained = engine(ours, stage, **precision)
+    alone = lamb(theirs)
+    with torch.no_grad():
+        for name, value in masters(ours).items():
+            theirs.get_parameter(name).copy_(value)
+    for step in range(5):
+        backward(trained, step)
+        scale = getattr(trained.optimizer, "loss_scale", 1.0)
+        for name, p in ours.named_parameters():
+            if p.requires_grad:
+                grad = deepspeed().utils.safe_get_full_grad(p)
+                assert grad is not None
+                theirs.get_parameter(name).grad = grad.float() / scale
+        trained.step()
+        alone.step()
+    for name, value in masters(ours).items():
+        assert_close(value, theirs.get_parameter(name), 1e-6, name)
+    assert next(ours.parameters()).dtype == torch.float16 if "fp16" in precision else torch.bfloat16
+
+
+@ranks(2, 4)
+def test_whole_parameters_without_zero() -> None:
+    """Without ZeRO, DeepSpeed replaces each parameter by one of its shape in float32, which needs no map."""
+    net = Vit()
+    trained = engine(net, 0, **FP16)
+    go(trained, range(2))
+    shapes = [tuple(p.shape) for group in layerwise(net) for _, p in group["params"]]
+    optimizer = trained.optimizer.optimizer
+    assert [tuple(state["exp_avg"].shape) for state in optimizer.state.values()] == shapes
+    assert optimizer.telemetry().names[0] == "patch_embed.weight"
+
+
+@ranks(2, 4)
+def test_an_overflow_on_one_rank() -> None:
+    """An overflow on one rank skips the step on all of them, and lowers the scale."""
+    net = Vit()
+    trained = engine(net, 1, **FP16)
+    go(trained, range(2))
+    before, scale, world = masters(net), trained.optimizer.loss_scale, dist.get_world_size()
+    backward(trained, 2, spoil=1e6 if dist.get_rank() == world - 1 else 1.0)
+    trained.step()
+    assert all(value.equal(before[name]) for name, value in masters(net).items())
+    assert trained.optimizer.loss_scale == scale / 2
+    assert trained.skipped_steps == 1
+    go(trained, [3])
+    assert not any(value.equal(before[name]) for name, value in masters(net).items())
+    state = trained.optimizer.optimizer.state
+    assert all(each["step"] == 3 for each in state.values())
+
+
+@ranks(2)
+def test_trains_as_eva_clip(folder: Path) -> None:
+    """A vision transformer in float16, with dynamic scaling and learning rates by depth, learns and resumes."""
+    precision: Mapping[str, Any] = {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}
+    }
+    nets = Vit(), Vit()
+    trained, other = (engine(net, 1, **precision) for net in nets)
+    losses = []
+
+    def train(trained: Any, steps: range) -> None:
+        for step in steps:
+            backward(trained, step % 4)
+            trained.step()
+            with torch.no_grad():
+                losses.append(float(trained.module(inputs(0).half())))
+
+    train(trained, range(20))
+    assert trained.skipped_steps > 0
+    trained.save_checkpoint(str(folder), tag="twentieth")
+    train(trained, range(20, 60))
+    assert losses[-1] < 0.5 * losses[0], losses
+    other.load_checkpoint(str(folder), tag="twentieth")
+    train(other, range(20, 60))
+    assert losses[20:60] == losses[60:]
+    assert all(p.equal(q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert other.optimizer.loss_scale == trained.optimizer.loss_scale
+
+
+def large_groups(net: nn.Module) -> Lamb:
+    """Return an optimizer whose groups have elements for every rank, which DeepSpeed (0.19) needs to load these."""
+    named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
+    matrices = [pair for pair in named if pair[1].dim() > 1]
+    return Lamb([{"params": matrices}, {"params": [pair for pair in named if pair[1].dim() < 2]}], lr=0.05)
+
+
+@ranks(2)
+def resumes(stage: int, precision: Mapping[str, Any], make: Make, folder: Path) -> None:
+    """Continue a run that was saved and loaded; it ends bit for bit as the one that saved."""
+    nets = Vit(), Vit()
+    trained, other = (engine(net, stage, make(net), **precision) for net in nets)
+    go(trained, range(3))
+    trained.save_checkpoint(str(folder), tag="third")
+    go(trained, range(3, 7))
+    other.load_checkpoint(str(folder), tag="third")
+    go(other, range(3, 7))
+    for (name, p), q in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert p.equal(q), name
+    if dist.get_rank() == 0:
+        torch.save({name: p.detach().clone() for name, p in nets[0].named_parameters()}, folder / "seventh.pt")
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "make"),
+    [(2, {}, lamb), (1, GROWING, lamb), (1, {}, came), (2, GROWING, came)],
+)
+def test_resumes(stage: int, precision: Mapping[str, Any], make: Make, tmp_path: Path) -> None:
+    resumes(stage, precision, make, tmp_path)
+
+
+@ranks(4)
+def continues_from_a_universal_checkpoint(folder: Path) -> None:
+    net = Vit()
+    trained = engine(net, 1, large_groups(net), checkpoint={"load_universal": True})
+    trained.load_checkpoint(str(folder), tag="universal")
+    go(trained, range(3, 7))
+    for name, value in torch.load(folder / "seventh.pt").items():
+        assert_close(net.get_parameter(name), value, 1e-6, name)
+
+
+def test_a_universal_checkpoint_of_other_ranks(tmp_path: Path) -> None:
+    """DeepSpeed's own script converts a checkpoint of two ranks, and four continue it."""
+    resumes(1, {}, large_groups, tmp_path)
+    folders = ["--input_folder", str(tmp_path / "third"), "--output_folder", str(tmp_path / "universal")]
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=200, env=ENVIRONMENT)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=200, env=environment)
+    continues_from_a_universal_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("scenario", [*BOTH, *RESUMES, "eva-clip", "refusals"])
-def test_two_ranks(scenario: str, folder: Path) -> None:
-    assert [said[scenario] for said in said(2, folder)] == [""] * 2
+@ranks(2, 4)
+def test_collectives() -> None:
+    """The optimizer's step of each group has one collective, with two numbers for each parameter."""
+    trained, sent = engine(Vit(), 1), []
+    go(trained, [0])
+    optimizer, all_reduce, step = trained.optimizer.optimizer, dist.all_reduce, trained.optimizer.optimizer.step
+
+    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def counted() -> None:
+        dist.all_reduce = watched
+        try:
+            step()
+        finally:
+            dist.all_reduce = all_reduce
+
+    optimizer.step = counted
+    go(trained, [1])
+    assert sent == [16 * len(group["params"]) for group in layerwise(Vit())]
 
 
-@pytest.mark.parametrize("scenario", [*BOTH, "universal"])
-def test_four_ranks(scenario: str, folder: Path) -> None:
-    assert [said[scenario] for said in said(4, folder)] == [""] * 4
+class Two(nn.Sequential):
+    """Two layers whose output is the loss."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        two = 2 * dist.get_world_size()
+        super().__init__(nn.Linear(9, two), nn.Linear(two, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x.square().mean()
+
+
+def nameless(net: nn.Module) -> Lamb:
+    return Lamb(net.parameters(), lr=0.1)
+
+
+def named(net: nn.Module) -> Lamb:
+    return Lamb(net.named_parameters(), lr=0.1)
+
+
+def in_8_bits(net: nn.Module) -> Came:
+    return Came(net.named_parameters(), lr=0.1, state_dtype="int8")
+
+
+def clipping(net: nn.Module) -> Lamb:
+    pairs = list(net.named_parameters())
+    return Lamb([{"params": pairs[:2]}, {"params": pairs[2:]}], lr=0.1, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (in_8_bits, r"(?s)state_dtype=\"int8\" keeps blocks of rows"),
+        (clipping, r"(?s)max_grad_norm=1\.0 uses all gradients.*1 of 2 groups.*gradient_clipping"),
+    ],
+)
+@ranks(2)
+def test_an_option_that_needs_whole_tensors_is_refused(make: Make, text: str) -> None:
+    """The first step refuses it, on every rank, and nothing has changed."""
+    model = Two()
+    before = [p.detach().clone() for p in model.parameters()]
+    trained = engine(model, 1, make(model))
+    backward(trained, 0)
+    with pytest.raises(ValueError, match=text):
+        trained.step()
+    assert all(p.equal(q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@ranks(2)
+def test_flat_parameters_without_a_map_are_refused() -> None:
+    def unmapped(optimizer: Any) -> Any:
+        for group in optimizer.param_groups:
+            flat = nn.Parameter(torch.cat([p.detach().flatten() for p in group["params"]]))
+            flat.grad = torch.ones_like(flat)
+            group["params"] = [flat]
+        return optimizer
+
+    for make in (named, nameless, in_8_bits):
+        with pytest.raises(
+            ValueError, match=r"(?s)4 parameters.*replaced by 1 flat.*no map.*flat_layout.*shard_update"
+        ):
+            unmapped(make(Two())).step()
+    both = unmapped(Lamb([{"params": list(Two().parameters())}, {"params": list(Two().parameters())}], lr=0.1))
+    with pytest.raises(ValueError, match=r"(?s)4 parameters of param_groups\[0\] were replaced by 1 flat"):
+        both.step()
+
+
+@ranks(2)
+def test_parameters_without_names() -> None:
+    net = Two()
+    trained = engine(net, 2, nameless(net))
+    go(trained, range(2))
+    assert trained.optimizer.optimizer.telemetry().names == tuple(f"param_groups[0].params[{i}]" for i in range(4))
+
+
+@ranks(2)
+def test_zero_3_is_refused() -> None:
+    net = Two()
+    with pytest.raises(ValueError, match=r"(?s)ZeRO-3.*use ZeRO 1 or 2"):
+        go(engine(net, 3, named(net)), [0])

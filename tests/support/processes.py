@@ -19,12 +19,9 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from bighorn_workbench.ranks import end_process_group
@@ -128,21 +125,6 @@ def run_scenarios(scenarios: Mapping[str, Callable[[], object]], report: Path) -
         else:
             said[name] = ""
         report.write_text(json.dumps(said))
-
-
-def run_as_rank(scenarios_of: Callable[[int, Path], Mapping[str, Callable[[], object]]]) -> None:
-    """Run the scenarios of this process, whose rank, number of ranks and folder are the words of the command line."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
-    run_scenarios(scenarios_of(world, folder), folder / f"{world}-{rank}.json")
-
-
-@cache
-def said_by(worker: ModuleType, world: int, folder: Path, *more: str) -> list[dict[str, str]]:
-    """Return the traceback of each scenario of a worker on each rank, or an empty string; it runs once in a folder."""
-    assert_ended_well(outcomes(Path(str(worker.__file__)), [[rank, world, folder, *more] for rank in range(world)]))
-    return [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:

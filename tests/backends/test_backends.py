@@ -510,6 +510,35 @@ def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None
         assert parameter.mean() < 0.9
 
 
+@pytest.mark.parametrize("state_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("value", [math.inf, 2e-37])
+def test_blocks_at_the_ends_of_float32(backend: str, value: float, state_dtype: Any) -> None:
+    """One that is not finite has a scale of NaN and codes of 0; the inverse of a tiny scale would be infinite."""
+    states = []
+    for name in (backend, "reference"):
+        parameter = Parameter(torch.zeros(2, 512))
+        parameter.grad = torch.linspace(0.5, 1, 1024).view(2, 512)
+        parameter.grad[1, 256:] *= value
+        optimizer = Lamb([parameter], lr=0.1, backend=name, state_dtype=state_dtype, min_8bit_size=0)
+        optimizer.step()
+        states.append(optimizer.state[parameter])
+    ours, exact = states
+    torch.testing.assert_close(ours["exp_avg_scale"], exact["exp_avg_scale"], rtol=1e-6, atol=0, equal_nan=True)
+    assert exact["exp_avg_scale"].isfinite().sum() == (3 if math.isinf(value) else 4)
+    codes = [codec.unpack_int4(each["exp_avg"]) if state_dtype == "int4" else each["exp_avg"] for each in states]
+    assert (codes[0].int() - codes[1].int()).abs().max() <= 1
+
+
+def test_a_second_moment_that_is_not_0_has_a_code(backend: str) -> None:
+    parameter = Parameter(torch.zeros(2, 256))
+    parameter.grad = torch.full((2, 256), 1e-6)
+    parameter.grad[:, 0], parameter.grad[:, -1] = 1.0, 0.0
+    optimizer = Lamb([parameter], lr=0.1, backend=backend, state_dtype="int8", min_8bit_size=0)
+    optimizer.step()
+    codes = optimizer.state[parameter]["exp_avg_sq"]
+    assert (codes == 0).equal(parameter.grad == 0)
+
+
 @pytest.mark.parametrize(
     ("bad", "first"),
     [(math.nan, True), (-math.inf, False)],

@@ -77,6 +77,15 @@ def test_a_group_that_differs_is_refused(kind: Kind) -> None:
         optimizer.step()
 
 
+@ranks(2)
+def test_any_name_can_be_compared(kind: Kind) -> None:
+    """A surrogate, which stands for a byte that is no text, has no encoding."""
+    net = nn.Linear(4, 4, bias=False)
+    fully_shard(net)
+    net.weight.grad = torch.ones_like(net.weight)
+    kind([("layer\udc80.weight", net.weight)], lr=0.1).step()
+
+
 def on_gpu(index: int) -> Tensor:
     with FakeTensorMode():
         return torch.empty((), device=f"cuda:{index}")

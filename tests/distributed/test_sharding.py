@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bighorn import Came, Lamb, Lars, kernels
@@ -86,6 +87,41 @@ def equals_the_unsharded_run(layout: str, run: Run) -> None:
     for key, value in vars(theirs.telemetry()).items():
         if key != "names":
             assert_close(getattr(ours.telemetry(), key), value, max(run.tolerance, 1e-6), key)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placements"),
+    [
+        ((2, 2), {"rows": [Shard(0), Replicate()], "columns": [Replicate(), Shard(0)]}),
+        ((2, 2, 2), {"both": [Shard(0), Shard(1), Replicate()], "last": [Replicate(), Shard(0), Shard(1)]}),
+    ],
+    ids=["two dims", "three dims"],
+)
+@ranks(lambda sizes, **_: math.prod(sizes))
+def test_tensors_sharded_along_different_dims(
+    kind: Kind, sizes: tuple[int, ...], placements: Mapping[str, list[Placement]]
+) -> None:
+    """Ranks add up along the dims of all tensors of a mesh, each with the ranks in its own row of the other dims."""
+    alone, sharded = (Bag(dict.fromkeys(placements, (6, 4)), torch.float64) for _ in "12")
+    for name, each in placements.items():
+        sharded.place([name], mesh(*sizes), each)
+    for bag in (alone, sharded):
+        advance(bag, Run(kind).optimizer(bag), range(2), torch.float64)
+    for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p, q, 1e-12, name)
+
+
+@ranks(2)
+def test_a_step_at_lr_0_is_one_if_one_rank_has_gradients(kind: Kind) -> None:
+    """If all gradients are zeros, torch.distributed.checkpoint creates state by such a step, which is not counted."""
+    for with_gradients, steps in (([1], 1), ([], 0)):
+        bag = Bag({"w": (6, 4)}, torch.float64)
+        bag.place(["w"], mesh(2), [Shard(0)])
+        (weight,) = bag.parameters()
+        weight.grad = torch.full_like(weight, float(dist.get_rank() in with_gradients))
+        optimizer = kind([weight], lr=0.0)
+        optimizer.step()
+        assert optimizer.state[weight]["step"] == steps
 
 
 def refuses_to_cut_blocks(layout: str, run: Run) -> None:

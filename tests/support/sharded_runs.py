@@ -65,7 +65,7 @@ Layout = Callable[[Bag], None]
 
 
 def mesh(*sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("one", "two")[: len(sizes)])
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("one", "two", "three")[: len(sizes)])
 
 
 def distributed(*placements: Placement, sizes: tuple[int, ...]) -> Layout:

@@ -342,3 +342,15 @@ def test_a_save_leaves_the_temporary_file_of_a_live_one(tmp_path: Path) -> None:
     files.write(path, slow)
     assert path.read_text() == "slow"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_holds_orders_to_a_terminal_is_printed_with_escapes(invoke: Invoke) -> None:
+    output = invoke("train", "--resume", "a\x1b[2J.pt", code=1).output
+    assert "a\\x1b[2J.pt: there is no such file" in output
+    assert "\x1b" not in output
+
+
+def test_the_remedy_for_a_missing_folder_can_be_pasted(invoke: Invoke, tmp_path: Path) -> None:
+    folder = tmp_path / "a b; exit"
+    output = invoke("train", "--save", folder / "run.pt", code=1).output
+    assert f"mkdir -p '{folder}'" in " ".join(output.split())

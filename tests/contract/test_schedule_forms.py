@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
-from bighorn import Came, ConvertedStateWarning, Lamb
+from bighorn import Came, ConvertedStateWarning, Lamb, kernels
 from bighorn.schedules import Cosine, RelativeStep, Values, WarmUp
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused
@@ -332,3 +332,27 @@ def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> 
         return optimizer
 
     assert all(map(torch.equal, trained(2, written), trained(2, numbers)))
+
+
+def test_a_step_that_fails_leaves_the_schedule_where_it_was(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C inside the kernels; the step that repeats it has the same rate, which no user has set."""
+    rates = []
+    for fails in (False, True):
+        param = Parameter(torch.ones(3, 2))
+        optimizer = kind([param], lr=lambda step: 1 / (step + 1), backend="foreach")
+        for step in range(3):
+            param.grad = torch.ones(3, 2)
+            before = optimizer.param_groups[0]["lr"]
+            if fails and step == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(kernels.kernel("foreach", kind.algorithm.name), "step", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.step()
+                assert optimizer.param_groups[0]["lr"] == before
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1, 1 / 2, 1 / 3] * 2
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

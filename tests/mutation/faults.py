@@ -339,7 +339,7 @@ FAULTS = (
         "bighorn/optim/param_groups.py",
         '        check_keys(group, algorithm, "the group")\n',
         "",
-        "tests/contract tests/errors",
+        "tests/contract/test_group_keys.py",
     ),
     Fault(
         "a key that is not read, of a scaler",
@@ -563,7 +563,7 @@ FAULTS = (
         "bighorn/optim/optimizer.py",
         "            if begun is None:\n                schedule.undo()\n            raise\n",
         "            raise\n",
-        "tests/contract tests/errors",
+        "tests/contract/test_schedule_forms.py tests/errors",
     ),
     Fault(
         "a swallowed exception, a scale that is left",

@@ -511,19 +511,22 @@ def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "int4"])
-@pytest.mark.parametrize("value", [math.inf, 2e-37])
-def test_blocks_at_the_ends_of_float32(backend: str, value: float, state_dtype: Any) -> None:
+@pytest.mark.parametrize("value", [math.inf, 2e-37, 2e-38])
+@pytest.mark.parametrize("kind", [Lamb, Lars], ids=["lamb", "lars"])
+def test_blocks_at_the_ends_of_float32(backend: str, kind: Any, value: float, state_dtype: str) -> None:
     """One that is not finite has a scale of NaN and codes of 0; the inverse of a tiny scale would be infinite."""
+    if kind is Lars and backend == "cpu":
+        pytest.skip("the C library keeps no momentum of LARS in blocks")
     states = []
     for name in (backend, "reference"):
         parameter = Parameter(torch.zeros(2, 512))
         parameter.grad = torch.linspace(0.5, 1, 1024).view(2, 512)
         parameter.grad[1, 256:] *= value
-        optimizer = Lamb([parameter], lr=0.1, backend=name, state_dtype=state_dtype, min_8bit_size=0)
+        optimizer = kind([parameter], lr=0.1, backend=name, state_dtype=state_dtype, min_8bit_size=0)
         optimizer.step()
         states.append(optimizer.state[parameter])
     ours, exact = states
-    torch.testing.assert_close(ours["exp_avg_scale"], exact["exp_avg_scale"], rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours["exp_avg_scale"], exact["exp_avg_scale"], rtol=1e-6, atol=1e-44, equal_nan=True)
     assert exact["exp_avg_scale"].isfinite().sum() == (3 if math.isinf(value) else 4)
     codes = [codec.unpack_int4(each["exp_avg"]) if state_dtype == "int4" else each["exp_avg"] for each in states]
     assert (codes[0].int() - codes[1].int()).abs().max() <= 1

@@ -505,8 +505,8 @@ FAULTS = (
     Fault(
         "a bound of codes, in a report",
         "bighorn/kernels/codec.py",
-        "else (-TOP, TOP) if form.dtype.is_signed",
-        "else (-TOP - 1, TOP) if form.dtype.is_signed",
+        "/ (12 if form.dtype.is_signed else 6)",
+        "/ 12",
         "tests/precision/test_codec.py",
     ),
     Fault(

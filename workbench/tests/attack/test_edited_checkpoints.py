@@ -42,19 +42,6 @@ def edited(whole: dict[str, Any], keys: Keys, wrongs: list[Any]) -> Iterator[tup
         inner: Any = checkpoint
         for key in keys[:-1]:
             inner = inner[key]
-        inner[keys[-1]] = wrong
-        if wrong is MISSING:
-            del inner[keys[-1]]
-        yield from places(value[key], (*keys, key))
-
-
-def edited(whole: dict[str, Any], keys: Keys, wrongs: list[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield checkpoints in which the value is missing or wrong, each with a description of the change."""
-    for wrong in wrongs:
-        checkpoint = copy.deepcopy(whole)
-        inner: Any = checkpoint
-        for key in keys[:-1]:
-            inner = inner[key]
         if wrong is MISSING:
             inner.pop(keys[-1], None) if isinstance(inner, dict) else inner.pop(keys[-1])
         else:

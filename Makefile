@@ -79,7 +79,8 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
-test: check docs $(TRITONS:%=$(VENV)/tritons/%)
+test: $(STAMP)
+	$(MAKE) --jobs=2 --output-sync check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow"
 

@@ -50,14 +50,14 @@ def other_world(layout: str, name: str) -> int:
 ROWS = [(layout, name) for layout, name in itertools.product(LAYOUTS, RUNS) if layout not in RUNS[name].not_on]
 
 
-@for_every(("layout", "name"), ROWS)
+@pytest.mark.parametrize(("layout", "name"), ROWS)
 @ranks(some_world)
 def test_equals_the_whole_run(layout: str, name: str) -> None:
     equals_the_whole_run(LAYOUTS[layout], RUNS[name])
 
 
 @pytest.mark.slow
-@for_every(("layout", "name"), ROWS)
+@pytest.mark.parametrize(("layout", "name"), ROWS)
 @ranks(other_world)
 def test_equals_the_whole_run_on_other_ranks(layout: str, name: str) -> None:
     equals_the_whole_run(LAYOUTS[layout], RUNS[name])

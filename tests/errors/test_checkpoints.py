@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -26,9 +27,15 @@ def test_a_checkpoint_of_another_model(kind: Kind, backend: str) -> None:
     other.step()
     with refused(parameters, optimizer, ValueError, "shape"):
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-    fewer = kind(others[:2], lr=0.1, backend=backend)
-    with refused(parameters, optimizer, ValueError, "size|group|number"):
-        optimizer.load_state_dict(copy.deepcopy(fewer.state_dict()))
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 2], [2, 1]], ids=str)
+def test_groups_of_other_sizes_name_both_and_the_remedy(kind: Kind, sizes: list[int]) -> None:
+    parameters, optimizer = stepped(kind, "reference")
+    others = kind([{"params": [Parameter(torch.ones(2)) for _ in range(size)]} for size in sizes], lr=0.1)
+    numbers = re.escape(f"{sizes} parameters, and this optimizer's have [{len(parameters)}]")
+    with refused(parameters, optimizer, ValueError, f"{numbers}: make the groups of the run that saved them"):
+        optimizer.load_state_dict(others.state_dict())
 
 
 NO_CHECKPOINT: list[Any] = [

@@ -146,8 +146,18 @@ class OpaqueState:
         self.entries = entries
 
 
-def wrap(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a `state_dict` whose states are opaque."""
+def wrap(state_dict: dict[str, Any], current: list[Group]) -> dict[str, Any]:
+    """Return a `state_dict` whose states are opaque.
+
+    Raises:
+        ValueError: Its groups have other sizes than the optimizer's, which torch refuses without a remedy.
+    """
+    theirs, ours = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], current))
+    if theirs != ours:
+        raise ValueError(
+            f"the loaded param_groups have {theirs} parameters, and this optimizer's have {ours}: make the groups of the "
+            "run that saved them, in its order (timm's factory makes two), or load the model alone"
+        )
     return {**state_dict, "state": {key: OpaqueState(state) for key, state in state_dict["state"].items()}}
 
 

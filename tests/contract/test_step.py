@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import weakref
@@ -443,3 +444,20 @@ def test_parameters_that_two_groups_exchange_have_the_options_of_their_new_group
     for key in ("params", "param_names"):
         first[key][1], second[key][1] = second[key][1], first[key][1]
     assert rates() == rates() == {"w0": 0.1, "w3": 0.1, "w2": 0.5, "w1": 0.5}
+
+
+def test_a_replaced_parameter_is_freed(kind: Kind, backend: str) -> None:
+    """As by a framework that puts another tensor into a group: plans of the old one would keep its memory."""
+    old = Parameter(torch.ones(4, 5))
+    optimizer = kind([old], lr=0.1, backend=backend)
+    old.grad = torch.ones(4, 5)
+    optimizer.step()
+    new = Parameter(old.detach().clone())
+    new.grad = torch.ones(4, 5)
+    optimizer.param_groups[0]["params"][0] = new
+    optimizer.state[new] = optimizer.state.pop(old)
+    kept = weakref.ref(old)
+    del old
+    optimizer.step()
+    gc.collect()
+    assert kept() is None

@@ -633,7 +633,7 @@ FAULTS = (
         "bighorn/optim/optimizer.py",
         "flat, given, firsts, False\n        self._forget_plans()\n",
         "flat, given, firsts, False\n",
-        "tests/distributed tests/errors tests/contract",
+        "tests/contract/test_step.py",
     ),
     Fault(
         "a stale plan, of parts in another order",

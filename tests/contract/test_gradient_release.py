@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
@@ -266,6 +267,24 @@ def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
     for net in (released[0], back[0]):
         for ours, theirs in zip(net.parameters(), whole[0].parameters(), strict=True):
             torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_that_change_places_draw_the_bits_of_their_new_ones(kind: Kind) -> None:
+    """A plan of one parameter does not show that others stand before it now."""
+    ends = []
+    for alone in (False, True):
+        params = [Parameter(torch.linspace(-1, 1, 1200).view(40, 30).bfloat16()) for _ in range(4)]
+        optimizer = kind(params, lr=0.01, weight_rounding="stochastic")
+        (group,) = optimizer.param_groups
+        for step in range(3):
+            for i, param in enumerate(params):
+                param.grad = torch.randn(40, 30, generator=torch.Generator().manual_seed(4 * step + i)).bfloat16()
+            for param in params if alone else ():
+                optimizer.step_param(param, group)
+            optimizer.step()
+            group["params"][1:3] = group["params"][2:0:-1]
+        ends.append(params)
+    assert_bitwise(*ends)
 
 
 def test_it_can_be_undone(kind: Kind) -> None:

@@ -640,7 +640,7 @@ FAULTS = (
         "bighorn/optim/plan_cache.py",
         "        if order != self._order:\n            self._plans.clear()\n",
         "",
-        "tests/contract tests/distributed/test_overlap.py tests/distributed/test_overlap_ranks.py",
+        "tests/contract/test_gradient_release.py",
     ),
     Fault(
         "a stale plan, of freed gradients",

@@ -155,8 +155,8 @@ def wrap(state_dict: dict[str, Any], current: list[Group]) -> dict[str, Any]:
     theirs, ours = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], current))
     if theirs != ours:
         raise ValueError(
-            f"the loaded param_groups have {theirs} parameters, and this optimizer's have {ours}: make the groups of the "
-            "run that saved them, in its order (timm's factory makes two), or load the model alone"
+            f"the loaded param_groups have {theirs} parameters, and this optimizer's have {ours}: make the groups of "
+            "the run that saved them, in its order (timm's factory makes two), or load the model alone"
         )
     return {**state_dict, "state": {key: OpaqueState(state) for key, state in state_dict["state"].items()}}
 

@@ -1,21 +1,14 @@
-"""Every preset is compared with the LAMB of its package, and with the page that lists it.
+"""Every preset is compared with the optimizer of its package, and with the page that lists it.
 
-`python -m tests.math.test_presets` measures all of them and writes `docs/presets.md` and LAMB's tables of
+`python -m tests.math.test_presets` measures all of them, and writes the tables of `docs/presets.md` and
 `benchmarks/results/presets.md`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
 import inspect
-import re
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,347 +16,392 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import PRESETS, Lamb, Preset
-from tests.support import peer_formulas, preset_pages
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, Came, Lamb, Lars, Preset
+from tests.support import peer_came_formulas as came
+from tests.support import peer_formulas as lamb
+from tests.support import peer_lars_formulas as lars
 from tests.support.case_tensors import Leaf
-from tests.support.cases import LRS, Case, set_gradients, set_lr
-from tests.support.preset_pages import PAGE, backends, check_figures, listed, tables, without_figures, write, written
+from tests.support.cases import Case, Kind
+from tests.support.peer_runs import (
+    BARE,
+    FORMULA,
+    KERAS_LAMB,
+    Witness,
+    formula,
+    in_groups,
+    largest_difference,
+    optax,
+    package,
+    starts,
+    train,
+    witnessed,
+)
+from tests.support.preset_pages import (
+    PAGE,
+    backends,
+    check_figures,
+    listed,
+    tables,
+    versions,
+    without_figures,
+    write,
+    written,
+)
 from tests.support.tables import for_every
 
-STEPS = 10
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
 
-LEAVES = (
-    Leaf("plain.weight", (7, 5)),
-    Leaf("plain.bias", (17,)),
-    Leaf("one.bias", (1,)),
-    Leaf("long.weight", (259,)),
-    Leaf("zero.weight", (6, 4), fill="zero"),
-    Leaf("still.weight", (9,), grad="zero"),
-    Leaf("still.bias", (9,), grad="zero"),
-    Leaf("nothing.weight", (5, 2), fill="zero", grad="zero"),
-    Leaf("big.weight", (8, 8, 3), fill="big"),
-    Leaf("small.weight", (8, 3), fill="small"),
-    Leaf("tiny.weight", (12, 3), grad="tiny"),
-    Leaf("norm.gamma", (13,)),
-    Leaf("norm.beta", (13,)),
-    Leaf("scale.Gamma", (11,)),
+# The values are those of float32, so that one run of a witness serves both dtypes.
+VECTORS = Case(
+    "presets",
+    {},
+    (
+        Leaf("plain.weight", (7, 5)),
+        Leaf("plain.bias", (17,)),
+        Leaf("one.bias", (1,)),
+        Leaf("long.weight", (259,)),
+        Leaf("zero.weight", (6, 4), fill="zero"),
+        Leaf("still.weight", (9,), grad="zero"),
+        Leaf("still.bias", (9,), grad="zero"),
+        Leaf("nothing.weight", (5, 2), fill="zero", grad="zero"),
+        Leaf("big.weight", (8, 8, 3), fill="big"),
+        Leaf("small.weight", (8, 3), fill="small"),
+        Leaf("tiny.weight", (12, 3), grad="tiny"),
+        Leaf("norm.gamma", (13,)),
+        Leaf("norm.beta", (13,)),
+        Leaf("scale.Gamma", (11,)),
+    ),
 )
-CASE = Case("presets", {}, LEAVES, dtype=torch.float32)
-"""The values are those of float32, so that one run of a witness serves both dtypes."""
+MATRICES = Case(
+    "came-presets",
+    {},
+    (
+        Leaf("linear", (7, 5)),
+        Leaf("large", (40, 50)),
+        Leaf("row", (1, 6)),
+        Leaf("column", (6, 1)),
+        Leaf("bias", (17,)),
+        Leaf("one", (1,)),
+        Leaf("stack", (3, 4, 5)),
+        Leaf("conv", (6, 4, 3, 3)),
+        Leaf("conv1x1", (8, 6, 1, 1)),
+        Leaf("conv1x1-thin", (8, 1, 1, 1)),
+        Leaf("conv1d", (6, 4, 1)),
+        Leaf("zero", (6, 4), fill="zero"),
+        Leaf("big", (8, 3), fill="big"),
+        Leaf("tiny", (12, 3), grad="tiny"),
+    ),
+)
 
-
-# ---- the witnesses ------------------------------------------------------------------------------------------------
-
-Witness = Callable[[bool], list[Tensor]]
-"""A function that trains the leaves in float64 and returns them; its argument gives biases a group without decay."""
-
-
-def lrs() -> Iterator[tuple[int, float]]:
-    yield from ((step, LRS[step % len(LRS)]) for step in range(STEPS))
-
-
-def gradients(step: int, dtype: torch.dtype) -> list[Tensor]:
-    return [gradient.to(dtype) for gradient in CASE.gradients(step) if gradient is not None]
-
-
-def starts(dtype: torch.dtype) -> list[Parameter]:
-    return [Parameter(parameter.detach().to(dtype)) for parameter in CASE.parameters()]
-
-
-def in_groups(params: Sequence[Parameter], **undecayed: Any) -> list[dict[str, Any]]:
-    """Return the parameters with biases in a separate group."""
-    pairs = [(leaf.name, parameter) for leaf, parameter in zip(LEAVES, params, strict=True)]
-    biases = [pair for pair in pairs if "bias" in pair[0]]
-    return [{"params": [pair for pair in pairs if "bias" not in pair[0]]}, {"params": biases, **undecayed}]
-
-
-def train(optimizer: torch.optim.Optimizer, params: Sequence[Parameter]) -> None:
-    for step, lr in lrs():
-        set_lr(optimizer, lr)
-        set_gradients(params, gradients(step, params[0].dtype))
-        optimizer.step()
-
-
-def formula(step: peer_formulas.Step) -> Witness:
-    """Return a witness that runs a peer's formula of `peer_formulas.py`."""
-
-    def run(grouped: bool) -> list[Tensor]:
-        leaves = [
-            peer_formulas.Leaf(leaf.name, parameter.flatten().tolist(), decays=not (grouped and "bias" in leaf.name))
-            for leaf, parameter in zip(LEAVES, starts(torch.float64), strict=True)
-        ]
-        for count, lr in lrs():
-            for leaf, gradient in zip(leaves, gradients(count, torch.float64), strict=True):
-                leaf.g = gradient.flatten().tolist()
-            step(leaves, lr)
-        return [torch.tensor(a.x, dtype=torch.float64).view(leaf.shape) for a, leaf in zip(leaves, LEAVES, strict=True)]
-
-    return run
-
-
-@contextlib.contextmanager
-def jax_in_double() -> Iterator[None]:
-    jax: Any = importlib.import_module("jax")
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
-
-
-def optax_lamb(_: bool) -> list[Tensor]:
-    return optax_run("lamb", weight_decay=0.1)
-
-
-def optax_run(name: str, **options: Any) -> list[Tensor]:
-    """Train with an optimizer of optax, in float64."""
-    jnp: Any = importlib.import_module("jax.numpy")
-    optax: Any = importlib.import_module("optax")
-    with jax_in_double():
-        schedule = jnp.asarray([lr for _, lr in lrs()])
-        optimizer = getattr(optax, name)(lambda count: schedule[count], **options)
-        params = [jnp.asarray(p.detach().numpy()) for p in starts(torch.float64)]
-        state = optimizer.init(params)
-        for step in range(STEPS):
-            grads = [jnp.asarray(g.numpy()) for g in gradients(step, torch.float64)]
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return [torch.tensor(values.tolist(), dtype=torch.float64) for values in params]
-
-
-def keras_lamb(_: bool) -> list[Tensor]:
-    """Train with Keras on jax. On import, Keras reads its backend from the environment and writes settings to disk."""
-    with jax_in_double(), tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "jax")
-        patch.setenv("KERAS_HOME", folder)
-        keras = importlib.import_module("keras")
-        keras.config.set_floatx("float64")
-        variables = [keras.Variable(p.detach().numpy()) for p in starts(torch.float64)]
-        optimizer = keras.optimizers.Lamb(weight_decay=0.1)
-        for step, lr in lrs():
-            optimizer.learning_rate = lr
-            optimizer.apply([g.numpy() for g in gradients(step, torch.float64)], variables)
-        return [torch.tensor(variable.value.tolist(), dtype=torch.float64) for variable in variables]
-
-
-def timm_lamb(**options: Any) -> Witness:
-    def run(grouped: bool) -> list[Tensor]:
-        params = starts(torch.float64)
-        groups = in_groups(params, weight_decay=0.0) if grouped else [{"params": params}]
-        train(peer_formulas.installed_timm("lamb").Lamb(groups, **options), params)
-        return [parameter.detach() for parameter in params]
-
-    return run
+GROUPS = "two groups"
+BARE_GROUPS = "two groups, one without decay"
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A preset, further options, and the witness with which it is compared."""
+    """A preset, the witness with which it is compared, and further options."""
 
     preset: Any
-    witness: str
-    run: Witness
+    witness: Witness
     options: Mapping[str, Any] = field(default_factory=dict)
-    grouped: bool = False
-    undecayed: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the second group, which has the biases."""
-    kind: Any = Lamb
+    groups: str = ""
     without: str = "^$"
     """A pattern for the leaves in which the preset says that it differs."""
 
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The presets of an optimizer, and their proofs."""
+
+    kind: Kind
+    presets: tuple[Preset, ...]
+    case: Case
+    packages: tuple[str, ...]
+    unseen: tuple[str, ...]
+    """Options that the proofs do not see: they round, or are below the bounds."""
+    proofs: tuple[Proof, ...]
+
     @property
-    def id(self) -> str:
-        return "-".join([self.preset, self.witness, *self.options, *["grouped"] * self.grouped])
+    def name(self) -> str:
+        return self.kind.algorithm.name
+
+    def by_witness(self) -> dict[str, list[Proof]]:
+        names = dict.fromkeys(proof.witness.name for proof in self.proofs)
+        return {name: [proof for proof in self.proofs if proof.witness.name == name] for name in names}
 
 
 DECAY = {"weight_decay": 0.1}
-LESS = {
-    "weight_decay": 0.05
-}  # if only weight decay moves a tensor, its ratio is 1 / weight_decay: 20, above a bound of 10
-BARE = {"weight_decay": 0.0}
-FORMULA = "its formula"
-INSTALL = {
-    "optax": "pip install 'bighorn[peers]'",
-    "keras": "pip install 'bighorn[peers]'",
-    "timm": "pip install --no-deps timm",
-    "pytorch_optimizer": "pip install 'bighorn[peers]'",
-}
-"""Witnesses that are packages, and how to get them; timm's dependencies do not have a CPU build everywhere."""
+# If only weight decay moves a tensor, its ratio is 1 / weight_decay: 20, above a bound of 10.
+LESS = {"weight_decay": 0.05}
+MOMENTUM = {**DECAY, "momentum": 0.9}
+NORMS = {**DECAY, "exclude_from_weight_decay": ["bias", "norm"]}
+APART = {**NORMS, "exclude_from_layer_adaptation": ["big"]}
+ZEROS = "zero|nothing|still"
 
-PROOFS = (
-    Proof("paper-v5", FORMULA, formula(peer_formulas.paper_v5), DECAY),
-    Proof("optax", "optax", optax_lamb, DECAY),
-    Proof("paper-v3", FORMULA, formula(peer_formulas.paper_v3), DECAY),
-    Proof("apex", FORMULA, formula(peer_formulas.apex)),
-    Proof("apex", FORMULA, formula(peer_formulas.apex), grouped=True, undecayed=BARE),
-    Proof("timm", FORMULA, formula(peer_formulas.timm), grouped=True, undecayed=BARE),
-    Proof("timm", "timm", timm_lamb(), grouped=True, undecayed=BARE),
-    Proof("nvlamb", FORMULA, formula(peer_formulas.nvlamb), grouped=True, undecayed=BARE),
-    Proof("nvlamb", "timm", timm_lamb(always_adapt=True), grouped=True, undecayed=BARE),
-    Proof("lambc", FORMULA, formula(peer_formulas.lambc), grouped=True, undecayed=BARE),
-    Proof("lambc", "timm", timm_lamb(trust_clip=True), grouped=True, undecayed=BARE),
-    Proof("lambw", FORMULA, formula(peer_formulas.lambw), grouped=True, undecayed=BARE),
-    Proof("lambw", "timm", timm_lamb(decoupled_decay=True), grouped=True, undecayed=BARE),
-    Proof("keras", "keras", keras_lamb, DECAY),
-    Proof("torch_npu", FORMULA, formula(peer_formulas.torch_npu), DECAY),
-    Proof("torch_npu", FORMULA, formula(peer_formulas.torch_npu_adam), {**DECAY, "adam": True}),
-    Proof("torch_npu", FORMULA, formula(peer_formulas.torch_npu_clipped), {**DECAY, "max_grad_norm": 1.0}),
-    Proof("cybertronai", FORMULA, formula(peer_formulas.cybertronai), DECAY),
-    Proof("deepspeed", FORMULA, formula(peer_formulas.deepspeed), LESS),
-    Proof("deepspeed", FORMULA, formula(peer_formulas.deepspeed_corrected), {**LESS, "bias_correction": True}),
-    Proof("colossalai", FORMULA, formula(peer_formulas.colossalai), DECAY),
-    Proof("tfa", FORMULA, formula(peer_formulas.tfa), {**DECAY, "exclude_from_weight_decay": ["bias", "norm"]}),
-    Proof(
-        "tfa",
-        FORMULA,
-        formula(peer_formulas.tfa_apart),
-        {**DECAY, "exclude_from_weight_decay": ["bias", "norm"], "exclude_from_layer_adaptation": ["big"]},
+LAMB = Table(
+    Lamb,
+    PRESETS,
+    VECTORS,
+    ("optax", "keras", "timm"),
+    (),
+    (
+        Proof("paper-v5", formula(lamb.paper), DECAY),
+        Proof("optax", optax("lamb", **DECAY), DECAY),
+        Proof("paper-v3", formula(lamb.paper, corrected=False), DECAY),
+        Proof("apex", formula(lamb.apex)),
+        Proof("apex", formula(lamb.apex), groups=BARE_GROUPS),
+        Proof("timm", formula(lamb.timm), groups=BARE_GROUPS),
+        Proof("timm", package("timm", "Lamb"), groups=BARE_GROUPS),
+        Proof("nvlamb", formula(lamb.apex, use_nvlamb=True), groups=BARE_GROUPS),
+        Proof("nvlamb", package("timm", "Lamb", always_adapt=True), groups=BARE_GROUPS),
+        Proof("lambc", formula(lamb.timm, trust_clip=True), groups=BARE_GROUPS),
+        Proof("lambc", package("timm", "Lamb", trust_clip=True), groups=BARE_GROUPS),
+        Proof("lambw", formula(lamb.timm, decoupled_decay=True), groups=BARE_GROUPS),
+        Proof("lambw", package("timm", "Lamb", decoupled_decay=True), groups=BARE_GROUPS),
+        Proof("keras", KERAS_LAMB, DECAY),
+        Proof("torch_npu", formula(lamb.torch_npu), DECAY),
+        Proof("torch_npu", formula(lamb.torch_npu, adam=True), {**DECAY, "adam": True}),
+        Proof("torch_npu", formula(lamb.torch_npu, use_global_grad_norm=True), {**DECAY, "max_grad_norm": 1.0}),
+        Proof("cybertronai", formula(lamb.torch_npu), DECAY),
+        Proof("deepspeed", formula(lamb.deepspeed), LESS),
+        Proof("deepspeed", formula(lamb.deepspeed, correct_moments=True), {**LESS, "bias_correction": True}),
+        Proof("colossalai", formula(lamb.colossalai), DECAY),
+        Proof("tfa", formula(lamb.tfa), NORMS),
+        Proof("tfa", formula(lamb.tfa, exclude_from_layer_adaptation=["big"]), APART),
+        Proof("mindspore", formula(lamb.mindspore), DECAY),
+        Proof("mindspore", formula(lamb.mindspore, grouped=True), DECAY, GROUPS),
     ),
-    Proof("mindspore", FORMULA, formula(peer_formulas.mindspore), DECAY),
-    Proof("mindspore", FORMULA, formula(peer_formulas.mindspore_grouped), DECAY, grouped=True),
 )
+
+CAME_PYTORCH, CAME_8_BIT = formula(came.came_pytorch), formula(came.came8bit)
+CAME = Table(
+    Came,
+    CAME_PRESETS,
+    MATRICES,
+    ("came_pytorch", "pytorch_optimizer"),
+    ("state_dtype", "min_8bit_size"),
+    (
+        Proof("came-pytorch", CAME_PYTORCH, DECAY),
+        Proof("came-pytorch", package("came_pytorch", "CAME", **DECAY), DECAY),
+        Proof("onetrainer", CAME_PYTORCH, DECAY),
+        Proof("pytorch_optimizer", package("pytorch_optimizer", "CAME", foreach=False, **DECAY), DECAY),
+        Proof("sana", formula(came.sana), DECAY),
+        # No tensor here is large enough for 8 bits, which have another form there; tests below compare it.
+        Proof("came8bit", CAME_8_BIT, DECAY),
+        Proof("sana-8bit", CAME_8_BIT, DECAY),
+        Proof("onetrainer-8bit", CAME_8_BIT, DECAY),
+        Proof("mindformers", formula(came.mindformers), DECAY),
+    ),
+)
+
+PO_LARS = package("pytorch_optimizer", "LARS", foreach=False, **DECAY)
+LARS = Table(
+    Lars,
+    LARS_PRESETS,
+    VECTORS,
+    ("timm", "optax", "pytorch_optimizer"),
+    ("eps",),
+    (
+        Proof("paper", formula(lars.paper), DECAY),
+        Proof("timm", formula(lars.timm), DECAY, BARE_GROUPS),
+        Proof("timm", formula(lars.timm, momentum=0.9), MOMENTUM),
+        Proof("timm", package("timm", "Lars", **MOMENTUM), MOMENTUM, BARE_GROUPS),
+        Proof("larc", formula(lars.timm, trust_clip=True), DECAY, BARE_GROUPS),
+        Proof("larc", formula(lars.timm, trust_clip=True, momentum=0.9), MOMENTUM),
+        Proof("larc", package("timm", "Lars", trust_clip=True, **DECAY), DECAY, BARE_GROUPS),
+        Proof("apex", formula(lars.apex), DECAY, without="still"),
+        Proof("apex", formula(lars.apex, momentum=0.9), MOMENTUM, without="still"),
+        Proof("flash", formula(lars.flash), DECAY, BARE_GROUPS, without="still"),
+        Proof("bolts", formula(lars.flash, momentum=0.9), MOMENTUM, without="still"),
+        Proof("pytorch_optimizer", PO_LARS, DECAY, without="still"),
+        Proof("optax", optax("lars", **DECAY), DECAY),
+        Proof("simclr", formula(lars.simclr), NORMS),
+        Proof("tf-models", formula(lars.simclr), NORMS),
+        Proof("barlowtwins", formula(lars.barlowtwins), DECAY),
+        Proof("vicreg", formula(lars.barlowtwins), DECAY),
+        Proof("byol", formula(lars.barlowtwins), DECAY),
+        Proof("mindspore", formula(lars.mindspore), DECAY, without=ZEROS),
+    ),
+)
+
+TABLES = (LAMB, CAME, LARS)
 
 
 # ---- the comparison -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def expected(proof: Proof) -> list[Tensor]:
-    return proof.run(bool(proof.undecayed))
-
-
-def difference(proof: Proof, backend: str, dtype: torch.dtype, **changed: Any) -> float:
+def difference(table: Table, proof: Proof, backend: str, dtype: torch.dtype, **changed: Any) -> float:
     """Return the largest ||ours - theirs|| / ||theirs|| of a tensor after all steps."""
-    params = starts(dtype)
-    pairs = [(leaf.name, parameter) for leaf, parameter in zip(LEAVES, params, strict=True)]
-    groups = in_groups(params, **proof.undecayed) if proof.grouped else pairs
-    train(proof.kind.like(proof.preset, groups, backend=backend, **{**proof.options, **changed}), params)
-    largest = 0.0
-    for leaf, ours, theirs in zip(LEAVES, params, expected(proof), strict=True):
-        if re.search(proof.without, leaf.name):
-            continue
-        error, norm = float((ours.detach().double() - theirs).norm()), float(theirs.norm())
-        largest = max(largest, error / norm if norm else error)
-    return largest
+    params, bare = starts(table.case, dtype), proof.groups == BARE_GROUPS
+    pairs = [(leaf.name, parameter) for leaf, parameter in zip(table.case.leaves, params, strict=True)]
+    groups = in_groups(table.case, params, **(BARE if bare else {})) if proof.groups else pairs
+    exact = {"state_dtype": None} if dtype is torch.float64 else {}  # float64 has no 8 bits
+    options = {"lr": 0.1, "backend": backend, **exact, **proof.options, **changed}
+    train(table.case, table.kind.like(proof.preset, groups, **options), params)
+    return largest_difference(table.case, params, witnessed(proof.witness, table.case, bare), proof.without)
 
 
-def need(proof: Proof) -> None:
-    if proof.witness != FORMULA and find_spec(proof.witness) is None:
-        pytest.skip(f"{proof.witness} is not installed: {INSTALL[proof.witness]}")
+def marks(table: Table, witness: str) -> list[pytest.MarkDecorator]:
+    package = [pytest.mark.process] * (witness != FORMULA)
+    return package + [pytest.mark.long] * (table is CAME)
 
 
 EACH_WITNESS = pytest.mark.parametrize(
-    "witness",
+    ("table", "proofs"),
     [
-        pytest.param(name, marks=[pytest.mark.process] * (name in INSTALL))
-        for name in sorted({p.witness for p in PROOFS})
+        pytest.param(table, proofs, id=f"{table.name}-{witness}", marks=marks(table, witness))
+        for table in TABLES
+        for witness, proofs in table.by_witness().items()
     ],
 )
-
-
-def need_all(witness: str) -> list[Proof]:
-    proofs = [proof for proof in PROOFS if proof.witness == witness]
-    need(proofs[0])
-    return proofs
+EACH_TABLE = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 
 
 @EACH_WITNESS
 @pytest.mark.parametrize("name", ["reference", "foreach"])
-def test_float64(witness: str, name: str) -> None:
-    for proof in need_all(witness):
-        assert difference(proof, name, torch.float64) <= BOUNDS[torch.float64], proof.id
+def test_float64(table: Table, proofs: list[Proof], name: str) -> None:
+    proofs[0].witness.need()
+    for proof in proofs:
+        assert difference(table, proof, name, torch.float64) <= BOUNDS[torch.float64], proof
 
 
 @EACH_WITNESS
-def test_float32(witness: str, backend: str) -> None:
-    for proof in need_all(witness):
-        assert difference(proof, backend, torch.float32) <= BOUNDS[torch.float32], proof.id
+def test_float32(table: Table, proofs: list[Proof], backend: str) -> None:
+    proofs[0].witness.need()
+    for proof in proofs:
+        assert difference(table, proof, backend, torch.float32) <= BOUNDS[torch.float32], proof
 
 
-def test_every_name_is_proven() -> None:
-    names = {name for preset in PRESETS for name in (preset.name, *preset.aliases)}
-    assert {proof.preset for proof in PROOFS} == names
+@EACH_TABLE
+def test_every_name_is_proven(table: Table) -> None:
+    names = {name for preset in table.presets for name in (preset.name, *preset.aliases)}
+    assert {proof.preset for proof in table.proofs} == names
 
 
-OPTIONS = [(preset, option) for preset in PRESETS for option in preset.options]
+OPTIONS = [(t, preset, name) for t in TABLES for preset in t.presets for name in preset.options if name not in t.unseen]
 
 
 @pytest.mark.process
-@for_every(("preset", "option"), OPTIONS, ids=[f"{preset.name}-{option}" for preset, option in OPTIONS])
-def test_the_proofs_would_see_a_missing_option(preset: Preset, option: str) -> None:
-    default = inspect.signature(Lamb).parameters[option].default
-    proofs = [proof for proof in PROOFS if proof.preset == preset.name and option not in proof.options]
-    seen = [difference(p, "reference", torch.float64, **{option: default}) for p in proofs if p.witness not in INSTALL]
-    if not seen:
-        need(proofs[0])
-        seen = [difference(proofs[0], "reference", torch.float64, **{option: default})]
-    assert max(seen) > 1e-9
+@for_every(("table", "preset", "option"), OPTIONS, ids=[f"{t.name}-{p.name}-{option}" for t, p, option in OPTIONS])
+def test_the_proofs_would_see_a_missing_option(table: Table, preset: Preset, option: str) -> None:
+    default = inspect.signature(table.kind).parameters[option].default
+    names = (preset.name, *preset.aliases)
+    proofs = [proof for proof in table.proofs if proof.preset in names and option not in proof.options]
+    of = [proof for proof in proofs if proof.witness.name == FORMULA] or proofs[:1]
+    of[0].witness.need()
+    assert max(difference(table, proof, "reference", torch.float64, **{option: default}) for proof in of) > 1e-9
+
+
+# ---- 8 bits of CAME -----------------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 150, 128
+"""A matrix of 19,200 elements, above the 16,384 from which momentum has 8 bits."""
+USED = torch.arange(ROWS) % 10 == 0
+"""The rows that have gradients, as in an embedding."""
+
+
+def sparse(steps: int = 10) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    used = USED.double().unsqueeze(1)
+    return [used * torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+def eight_bits(step: lamb.Step) -> Tensor:
+    leaf = lamb.Leaf("rows", [1.0] * (ROWS * COLUMNS), (ROWS, COLUMNS))
+    for gradient in sparse():
+        leaf.g = gradient.flatten().tolist()
+        step([leaf], 0.01)
+    return torch.tensor(leaf.x, dtype=torch.float64).view(ROWS, COLUMNS)
+
+
+@pytest.mark.long
+def test_rows_without_gradients_stay_with_our_8_bits_and_not_with_theirs() -> None:
+    """A code of their minimum and scale has no zero: rows of zeros get a momentum, and the confidence magnifies it."""
+    exact, theirs = eight_bits(came.sana), eight_bits(came.came8bit)
+    param = Parameter(torch.ones(ROWS, COLUMNS))
+    optimizer = Came.like("sana-8bit", [param], lr=0.01, weight_decay=0.1)
+    for gradient in sparse():
+        param.grad = gradient.float()
+        optimizer.step()
+    ours = param.detach().double()
+    assert optimizer.state[param]["exp_avg"].dtype == torch.int8
+    assert float((ours - exact)[USED].norm() / (exact - 1)[USED].norm()) < 0.02
+    assert float((ours - exact)[~USED].abs().max()) < 1e-6
+    assert float((theirs - exact)[~USED].abs().min()) > 4
+
+
+def test_onetrainers_8_bits_step_without_the_gradients_sign_in_a_1x1_convolution() -> None:
+    """With one sign of the gradient, and with the other, the parameter goes down."""
+    for sign in (1.0, -1.0):
+        theirs, meant = (lamb.Leaf("conv", [0.0] * 12, (4, 3, 1, 1), g=[sign] * 12) for _ in range(2))
+        came.onetrainer8bit([theirs], 0.1)
+        came.sana([meant], 0.1)
+        assert all(x < 0 for x in theirs.x)
+        assert all(x * sign < 0 for x in meant.x)
 
 
 # ---- the method ---------------------------------------------------------------------------------------------------
 
-
-def model() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LayerNorm(3))
-
-
-def test_overrides_win() -> None:
-    optimizer = Lamb.like("apex", model().parameters(), lr=0.25, weight_decay=0.5)
-    assert optimizer.defaults["lr"] == 0.25
-    assert optimizer.defaults["weight_decay"] == 0.5
-    assert optimizer.defaults["always_adapt"] is False
+KEPT: list[tuple[Kind, Any, dict[str, Any]]] = [
+    (Lamb, "apex", {"always_adapt": False}),
+    (Came, "mindformers", {"betas": (0.9, 0.999, 0.99)}),
+    (Lars, "barlowtwins", {"denominator": "joint"}),
+]
 
 
-def test_a_subclass_gives_itself() -> None:
-    class Mine(Lamb):
-        pass
-
-    assert type(Mine.like("apex", model().parameters())) is Mine
-
-
-def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"name='tim' is not known: use 'paper-v5', .*did you mean 'timm'\?"):
-        Lamb.like("tim", model().parameters())  # type: ignore[arg-type]
+@for_every(("kind", "name", "kept"), KEPT)
+def test_overrides_win_and_a_subclass_gives_itself(kind: Any, name: str, kept: dict[str, Any]) -> None:
+    given = {"lr": 0.25, "weight_decay": 0.5}
+    mine: Any = type("Mine", (kind,), {})
+    optimizer = mine.like(name, iter([Parameter(torch.ones(2, 3))]), **given)
+    assert type(optimizer) is mine
+    assert {**optimizer.defaults, **given, **kept} == optimizer.defaults
 
 
-def test_an_unknown_override_is_refused_as_lamb_does() -> None:
-    with pytest.raises(TypeError, match=r"unknown option 'epsilon' \(did you mean 'eps'"):
-        Lamb.like("keras", model().parameters(), epsilon=1e-3)
+REFUSED: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
+    (Lamb, "tim", {}, ValueError, r"name='tim' is not known: use 'paper-v5', .*did you mean 'timm'\?"),
+    (Came, "sanna", {}, ValueError, r"name='sanna' is not known: use 'came-pytorch', .*did you mean 'sana'\?"),
+    (Came, "timm", {}, ValueError, r"name='timm' is a preset of Lamb: use Lamb.like\('timm', ...\)"),
+    (Lamb, "keras", {"epsilon": 1e-3}, TypeError, r"unknown option 'epsilon' \(did you mean 'eps'"),
+    (Lamb, "mindspore", {}, ValueError, r"exclude_from_weight_decay needs names: pass model.named_parameters\(\)"),
+]
 
 
-def test_mindspore_needs_names_unless_grouped_or_told_otherwise() -> None:
-    with pytest.raises(ValueError, match=r"exclude_from_weight_decay needs names: pass model.named_parameters\(\)"):
-        Lamb.like("mindspore", model().parameters())
-    Lamb.like("mindspore", iter([{"params": model().parameters()}]))
-    Lamb.like("mindspore", model().parameters(), exclude_from_weight_decay=None)
+@for_every(("kind", "name", "options", "error", "message"), REFUSED)
+def test_what_is_refused(kind: Any, name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        kind.like(name, [Parameter(torch.ones(2))], lr=0.1, **options)
+
+
+def test_mindspore_needs_no_names_if_grouped_or_told_otherwise() -> None:
+    Lamb.like("mindspore", iter([{"params": [Parameter(torch.ones(2))]}]))
+    Lamb.like("mindspore", [Parameter(torch.ones(2))], exclude_from_weight_decay=None)
 
 
 # ---- the page -----------------------------------------------------------------------------------------------------
 
 
-def results() -> str:
-    """Return LAMB's tables of `benchmarks/results/presets.md`, measured now on every backend of this machine."""
+def results(table: Table, measure: Callable[..., float] = difference, measured: str | None = None) -> str:
+    """Return an optimizer's tables of `benchmarks/results/presets.md`, measured on every backend of this machine."""
     rows = []
-    for proof in PROOFS:
+    for proof in table.proofs:
         given = [f"`{name}={value!r}`" for name, value in proof.options.items() if name != "weight_decay"]
-        given += ["two groups, one without decay" if proof.undecayed else "two groups"] * proof.grouped
-        double, single = (max(difference(proof, name, dtype) for name in backends(dtype)) for dtype in BOUNDS)
-        rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness} | {double:.0e} | {single:.0e} |")
-    return tables(PRESETS, ("optax", "keras", "timm"), rows)
+        given += [proof.groups] * bool(proof.groups)
+        double, single = (max(measure(table, proof, name, dtype) for name in backends(dtype)) for dtype in BOUNDS)
+        rows.append(f"| `{proof.preset}` | {', '.join(given)} | {proof.witness.name} | {double:.0e} | {single:.0e} |")
+    return tables(table.presets, versions(table.packages) if measured is None else measured, rows)
 
 
-def test_the_page_is_what_the_table_says() -> None:
-    assert written("lamb", PAGE) == listed(PRESETS), "write it anew: python -m tests.math.test_presets"
-
-
-def test_the_results_are_of_these_presets_and_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = written("lamb")
-    check_figures(text, len(PROOFS), BOUNDS)
-    monkeypatch.setattr(sys.modules[__name__], "difference", lambda *_: 0.0)
-    monkeypatch.setattr(preset_pages, "version", lambda _: "any")
-    assert without_figures(text) == without_figures(results()), "write it anew: python -m tests.math.test_presets"
+@EACH_TABLE
+def test_the_pages_are_what_the_table_says(table: Table) -> None:
+    anew = "write it anew: python -m tests.math.test_presets"
+    assert written(table.name, PAGE) == listed(table.presets), anew
+    text = written(table.name)
+    check_figures(text, len(table.proofs), BOUNDS)
+    assert without_figures(text) == without_figures(results(table, lambda *_: 0.0, "")), anew
 
 
 if __name__ == "__main__":
-    write("lamb", listed(PRESETS), PAGE)
-    write("lamb", results())
+    for each in TABLES:
+        write(each.name, listed(each.presets), PAGE)
+        write(each.name, results(each))

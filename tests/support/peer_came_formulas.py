@@ -8,42 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-Floats = list[float]
-Step = Callable[[Sequence["Leaf"], float], None]
-Averages = list[tuple[Floats, Floats]]
-"""The averages of rows and of columns, for each matrix of a tensor."""
+from tests.support.peer_formulas import Averages, Floats, Leaf, norm
 
-
-@dataclass
-class Leaf:
-    """A parameter with its state. `g` is set for each step."""
-
-    x: Floats
-    shape: tuple[int, ...]
-    g: Floats = field(default_factory=list)
-    m: Floats = field(default_factory=list)
-    v: Floats = field(default_factory=list)
-    sq: Averages = field(default_factory=list)
-    res: Averages = field(default_factory=list)
-    t: int = 0
-
-    def __post_init__(self) -> None:
-        self.m, self.v = [0.0] * len(self.x), [0.0] * len(self.x)
-
-    def divide(self, matrices: int, rows: int, cols: int) -> None:
-        """Make the averages, at the first step."""
-        if not self.sq:
-            self.sq, self.res = ([([0.0] * rows, [0.0] * cols) for _ in range(matrices)] for _ in "sr")
+Matrices = tuple[int, int, int]
+"""The number of matrices that a tensor is divided into, their rows and their columns."""
 
 
-def last_two(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+def last_two(shape: tuple[int, ...]) -> Matrices | None:
     """came-pytorch's `_get_options`: a matrix of the last two dims for each index of the others."""
     return (math.prod(shape[:-2]), shape[-2], shape[-1]) if len(shape) >= 2 else None
 
 
-def linear(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+def linear(shape: tuple[int, ...]) -> Matrices | None:
     """SANA's `_get_options`: "linear", "1x1_conv", and all others unfactored."""
     if len(shape) == 2 or (len(shape) == 4 and shape[2] == shape[3] == 1):
         return 1, shape[0], shape[1]
@@ -53,7 +30,7 @@ def linear(shape: tuple[int, ...]) -> tuple[int, int, int] | None:
 def came_pytorch(
     leaves: Sequence[Leaf],
     lr: float,
-    rule: Callable[[tuple[int, ...]], tuple[int, int, int] | None] = last_two,
+    rule: Callable[[tuple[int, ...]], Matrices | None] = last_two,
     b2: Callable[[int], float] = lambda _: 0.999,
     b3: float = 0.9999,
     store: Callable[[Leaf, Floats], Floats] = lambda _, m: m,
@@ -79,10 +56,12 @@ def came_pytorch(
             leaf.v = [v * b2(leaf.t) + (1 - b2(leaf.t)) * q for v, q in zip(leaf.v, squares, strict=True)]
             scale = [1 / math.sqrt(v) for v in leaf.v]
         else:
-            leaf.divide(*matrices)
+            if not leaf.sq:
+                number, rows, cols = matrices
+                leaf.sq, leaf.res = ([([0.0] * rows, [0.0] * cols) for _ in range(number)] for _ in "sr")
             scale = advance(leaf.sq, squares, b2(leaf.t))
         u = [s * g for s, g in zip(scale, leaf.g, strict=True)]
-        rms = math.sqrt(math.fsum(a * a for a in u)) / math.sqrt(len(u))
+        rms = norm(u) / math.sqrt(len(u))
         u = [a / max(rms / threshold, 1.0) for a in u]
         m = [a * b1 + (1 - b1) * b for a, b in zip(leaf.m, u, strict=True)]
         leaf.m, step = store(leaf, m), m

@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.support.peer_formulas import Floats, Leaf, norm
+from tests.support.peer_formulas import Floats, Leaf, decayed, norm
 
 DECAY = 0.1
 
 
 def paper(leaves: Sequence[Leaf], lr: float) -> None:
     """arXiv:1708.03888v3, Algorithm 1; a ratio of 1 where a norm is 0, of which the paper says nothing."""
-    momentum, eta = 0.9, 0.001
+    eta = 0.001
     for leaf in leaves:
         w_norm, g_norm = norm(leaf.x), norm(leaf.g)
         local_lr = eta * w_norm / (g_norm + DECAY * w_norm) if w_norm and g_norm else 1.0
-        leaf.m = [
-            momentum * v + lr * local_lr * (g + DECAY * w) for v, g, w in zip(leaf.m, leaf.g, leaf.x, strict=True)
-        ]
-        leaf.x = [w - v for w, v in zip(leaf.x, leaf.m, strict=True)]
+        sgd(leaf, [lr * local_lr * a for a in decayed(leaf.g, DECAY, leaf.x)], 1.0, 0.9)
 
 
 def sgd(leaf: Leaf, grad: Floats, lr: float, momentum: float) -> None:
     """torch.optim.SGD without decay, which many have behind their ratio."""
     leaf.m = [momentum * m + g for m, g in zip(leaf.m, grad, strict=True)]
-    leaf.x = [x - lr * m for x, m in zip(leaf.x, leaf.m, strict=True)]
+    leaf.move(lr, leaf.m)
 
 
 def timm(leaves: Sequence[Leaf], lr: float, momentum: float = 0.0, trust_clip: bool = False) -> None:
@@ -38,10 +35,10 @@ def timm(leaves: Sequence[Leaf], lr: float, momentum: float = 0.0, trust_clip: b
         grad = leaf.g
         if leaf.decays:
             w_norm, g_norm = norm(leaf.x), norm(leaf.g)
-            ratio = trust_coeff * w_norm / (g_norm + w_norm * DECAY + eps) if w_norm > 0 and g_norm > 0 else 1.0
+            q = trust_coeff * w_norm / (g_norm + w_norm * DECAY + eps) if w_norm > 0 and g_norm > 0 else 1.0
             if trust_clip:
-                ratio = min(ratio / lr, 1.0)
-            grad = [(g + DECAY * x) * ratio for g, x in zip(grad, leaf.x, strict=True)]
+                q = min(q / lr, 1.0)
+            grad = [a * q for a in decayed(grad, DECAY, leaf.x)]
         sgd(leaf, grad, lr, momentum)
 
 
@@ -53,7 +50,7 @@ def apex(leaves: Sequence[Leaf], lr: float, momentum: float = 0.0) -> None:
         if param_norm != 0 and grad_norm != 0:
             adaptive_lr = trust_coefficient * param_norm / (grad_norm + param_norm * DECAY + eps)
             adaptive_lr = min(adaptive_lr / lr, 1)
-            grad = [(g + DECAY * x) * adaptive_lr for g, x in zip(grad, leaf.x, strict=True)]
+            grad = [a * adaptive_lr for a in decayed(grad, DECAY, leaf.x)]
         sgd(leaf, grad, lr, momentum)
 
 
@@ -65,29 +62,27 @@ def flash(leaves: Sequence[Leaf], lr: float, momentum: float = 0.0) -> None:
         if leaf.decays and p_norm != 0 and g_norm != 0:
             lars_lr = p_norm / (g_norm + p_norm * DECAY + eps)
             lars_lr *= trust_coefficient
-            d_p = [(g + DECAY * x) * lars_lr for g, x in zip(d_p, leaf.x, strict=True)]
+            d_p = [a * lars_lr for a in decayed(d_p, DECAY, leaf.x)]
         sgd(leaf, d_p, lr, momentum)
 
 
-def simclr(leaves: Sequence[Leaf], lr: float, excluded: Sequence[str] = ("bias", "norm")) -> None:
+def simclr(leaves: Sequence[Leaf], lr: float) -> None:
     """google-research/simclr 383d414, tf2/lars_optimizer.py with classic_momentum; also tensorflow/models 0ca414d."""
     momentum, eeta = 0.9, 0.001
     for leaf in leaves:
         grad, trust_ratio = leaf.g, 1.0
-        if not any(word in leaf.name for word in excluded):
-            grad = [g + DECAY * x for g, x in zip(grad, leaf.x, strict=True)]
+        if not any(word in leaf.name for word in ("bias", "norm")):
+            grad = decayed(grad, DECAY, leaf.x)
             w_norm, g_norm = norm(leaf.x), norm(grad)
             trust_ratio = (eeta * w_norm / g_norm if g_norm > 0 else 1.0) if w_norm > 0 else 1.0
-        scaled_lr = lr * trust_ratio
-        leaf.m = [momentum * v + scaled_lr * g for v, g in zip(leaf.m, grad, strict=True)]
-        leaf.x = [x - v for x, v in zip(leaf.x, leaf.m, strict=True)]
+        sgd(leaf, [lr * trust_ratio * g for g in grad], 1.0, momentum)
 
 
 def barlowtwins(leaves: Sequence[Leaf], lr: float) -> None:
     """facebookresearch/barlowtwins 046eec3, main.py; vicreg b42aa23; deepmind-research 4822a45, byol."""
     momentum, eta = 0.9, 0.001
     for leaf in leaves:
-        dp = [g + DECAY * p for g, p in zip(leaf.g, leaf.x, strict=True)]
+        dp = decayed(leaf.g, DECAY, leaf.x)
         param_norm, update_norm = norm(leaf.x), norm(dp)
         q = eta * param_norm / update_norm if param_norm > 0 and update_norm > 0 else 1.0
         sgd(leaf, [a * q for a in dp], lr, momentum)
@@ -104,5 +99,5 @@ def mindspore(leaves: Sequence[Leaf], lr: float) -> None:
         if "LayerNorm" not in leaf.name and "bias" not in leaf.name:
             weight_norm, grad_norm = norm(leaf.x), norm(leaf.g)
             coeff = coefficient * weight_norm / (weight_norm * DECAY + grad_norm + epsilon)
-            grad = [(g + DECAY * x) * coeff for g, x in zip(grad, leaf.x, strict=True)]
+            grad = [a * coeff for a in decayed(grad, DECAY, leaf.x)]
         sgd(leaf, grad, lr, 0.9)

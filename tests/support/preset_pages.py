@@ -1,4 +1,4 @@
-"""The tables of docs/presets.md and benchmarks/results/presets.md, which the tests of presets write."""
+"""The tables of docs/presets.md and benchmarks/results/presets.md, which `tests/math/test_presets.py` writes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bighorn import Preset, kernels
+from tests.support.cases import DOUBLE, LEFT_OUT
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "presets.md", ROOT / "benchmarks" / "results" / "presets.md"
@@ -19,7 +20,7 @@ FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
 def backends(dtype: torch.dtype) -> list[str]:
     """The backends that work on this machine and that serve a dtype."""
     of = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
-    return [name for name in of if name != "triton" or dtype is torch.float32]
+    return [name for name in of if name not in LEFT_OUT or dtype not in DOUBLE]
 
 
 def named(preset: Preset) -> str:
@@ -36,11 +37,15 @@ def listed(presets: Sequence[Preset]) -> str:
     return text + "\n"
 
 
-def tables(presets: Sequence[Preset], packages: Iterable[str], rows: Iterable[str]) -> str:
-    """Return the tables of some presets: where each was read, and the rows of figures."""
+def versions(packages: Iterable[str]) -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", *packages))
+
+
+def tables(presets: Sequence[Preset], measured: str, rows: Iterable[str]) -> str:
+    """Return the tables of some presets: where each was read, and the rows of figures, measured with some versions."""
     text = "\n| preset | read in |\n|---|---|\n"
     text += "".join(f"| {named(preset)} | {preset.source} |\n" for preset in presets)
-    text += f"\nMeasured with {', '.join(f'{name} {version(name)}' for name in ('torch', *packages))}.\n"
+    text += f"\nMeasured with {measured}.\n"
     text += "\n| preset | with | against | float64 | float32 |\n|---|---|---|---|---|\n"
     return text + "".join(f"{row}\n" for row in rows) + "\n"
 

@@ -1,7 +1,6 @@
 """Presets: the optimizers of other packages by name, as the options in which each differs from the paper.
 
-`tests/math/test_presets.py` and its siblings prove every row, against the package itself or a second implementation of
-its formula.
+`tests/math/test_presets.py` proves every row, against the package itself or a second implementation of its formula.
 """
 
 from __future__ import annotations

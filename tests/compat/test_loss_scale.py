@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,22 +13,6 @@ from torch.nn import Parameter
 from bighorn import ExponentialScale, FixedScale, Lamb, WindowScale
 from bighorn.compat import mindspore, npu_bridge
 from tests.support.tables import for_every
-
-SIGNATURES = {
-    npu_bridge.FixedLossScaleManager: "(loss_scale, enable_overflow_check=True)",
-    npu_bridge.ExponentialUpdateLossScaleManager: (
-        "(init_loss_scale, incr_every_n_steps, decr_every_n_nan_or_inf=2, incr_ratio=2, decr_ratio=0.8)"
-    ),
-    mindspore.FixedLossScaleManager: "(loss_scale=128.0, drop_overflow_update=True)",
-    mindspore.DynamicLossScaleManager: "(init_loss_scale=16777216, scale_factor=2, scale_window=2000)",
-}
-
-
-@pytest.mark.parametrize("manager", SIGNATURES, ids=lambda manager: f"{manager.__module__}.{manager.__name__}")
-def test_names_and_order_of_arguments(manager: Callable[..., object]) -> None:
-    signature = inspect.signature(manager)
-    bare = [argument.replace(annotation=inspect.Parameter.empty) for argument in signature.parameters.values()]
-    assert str(inspect.Signature(bare)) == SIGNATURES[manager]  # type: ignore[index]
 
 
 def scales(manager: Any, steps: str, *, update: Callable[[bool], bool] = bool) -> list[float]:

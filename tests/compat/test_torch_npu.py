@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bighorn.compat.torch_npu import NpuFusedLamb
-from tests.support.compat_training import LRS, assert_close, by_scalar, trained
 from tests.support.error_checks import weights
-from tests.support.tables import for_every
 
 
 def test_the_documents_example() -> None:
@@ -68,53 +64,6 @@ def test_the_fused_clip_is_torchs_over_all_groups(max_norm: float, order: float)
         assert a.grad.equal(b.grad)
     with pytest.raises(ValueError, match=r"max_norm=-1 is out of range"):
         optimizer.clip_grad_norm_fused_(-1)
-
-
-WITNESS = {"weight_decay": 0.1, "bias_correction": False, "weight_norm_bounds": (0.0, 10.0)}
-
-
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("clips", [False, True])
-def test_it_is_version_3_of_the_paper(adam: bool, clips: bool) -> None:
-    ours = trained(
-        lambda params: NpuFusedLamb(params.values(), lr=LRS, weight_decay=0.1, adam=adam, use_global_grad_norm=clips)
-    )
-    assert_close(ours, by_scalar(lambda _: {**WITNESS, "adam": adam}, max_grad_norm=1.0 if clips else None))
-
-
-def test_the_arguments_in_the_documents_order() -> None:
-    one = trained(lambda params: NpuFusedLamb(params.values(), 0.1, (0.8, 0.9), 1e-3, 0.1, True, True))
-    two = trained(
-        lambda params: NpuFusedLamb(
-            params.values(),
-            lr=0.1,
-            betas=(0.8, 0.9),
-            eps=1e-3,
-            weight_decay=0.1,
-            adam=True,
-            use_global_grad_norm=True,
-        )
-    )
-    assert all(map(torch.equal, one.values(), two.values()))
-
-
-@for_every(
-    ("options", "error", "message"),
-    [
-        ({"lr": -0.1}, ValueError, r"lr=-0\.1"),
-        ({"eps": -1e-6}, ValueError, "eps=-1e-06"),
-        ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]=-0\.1"),
-        ({"betas": (0.9, 1.1)}, ValueError, r"betas\[1\]=1\.1"),
-        ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\]=1\.0"),
-        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
-        ({"adam": 1}, TypeError, "adam must be"),
-        ({"use_global_grad_norm": 1}, TypeError, "use_global_grad_norm must be"),
-        ({"bias_correction": True}, TypeError, "bias_correction"),
-    ],
-)
-def test_errors(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        NpuFusedLamb(weights(), **options)
 
 
 # ---- forbidden by its constraints, allowed by ours ----------------------------------------------------------------

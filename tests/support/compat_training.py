@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from tests.support import scalar_formulas
+from tests.support import peer_formulas, scalar_formulas
 
 LRS = (0.1, 0.05, 0.2, 0.08, 0.15, 0.02)
 STEPS = len(LRS)
@@ -76,6 +76,16 @@ def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | N
         name: torch.tensor(tensor.x, dtype=torch.float64).view(tensor.shape)
         for name, tensor in zip(params, tensors, strict=True)
     }
+
+
+def by_formula(formula: peer_formulas.Step) -> dict[str, Tensor]:
+    """Return the parameters after the steps of a peer's formula."""
+    leaves = [peer_formulas.Leaf(name, p.flatten().tolist(), tuple(p.shape)) for name, p in weights().items()]
+    for number, lr in enumerate(LRS):
+        for leaf in leaves:
+            leaf.g = gradient(leaf.name, number).flatten().tolist()
+        formula(leaves, lr)
+    return {leaf.name: torch.tensor(leaf.x, dtype=torch.float64).view(leaf.shape) for leaf in leaves}
 
 
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = 1e-13) -> None:

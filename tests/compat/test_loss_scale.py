@@ -67,47 +67,37 @@ def test_cells_are_not_there() -> None:
         mindspore.DynamicLossScaleManager().get_update_cell()
 
 
-Bad = tuple[Callable[[], object], type[Exception], str]
-BAD: dict[str, Bad] = {
-    "npu-fixed-0.5": (lambda: npu_bridge.FixedLossScaleManager(0.5), ValueError, "loss_scale=0.5 .*at least 1"),
-    "npu-fixed-0": (lambda: npu_bridge.FixedLossScaleManager(0), ValueError, "^loss_scale=0 .*at least 1"),
-    "npu-fixed-nan": (lambda: npu_bridge.FixedLossScaleManager(math.nan), ValueError, "^loss_scale=nan"),
-    "npu-fixed-none": (lambda: npu_bridge.FixedLossScaleManager(None), TypeError, "^loss_scale must be a number"),  # type: ignore[arg-type]
-    "npu-check": (lambda: npu_bridge.FixedLossScaleManager(8.0, 1), TypeError, "^enable_overflow_check"),  # type: ignore[arg-type]
-    **{
-        f"npu-{argument}": (
-            lambda arguments={**good, argument: value}: npu_bridge.ExponentialUpdateLossScaleManager(**arguments),  # type: ignore[misc]
-            ValueError,
-            f"^{argument}={value}",
-        )
-        for good in [{"init_loss_scale": 8.0, "incr_every_n_steps": 3}]
-        for argument, value in {
-            "init_loss_scale": 0.5,
-            "incr_every_n_steps": 0,
-            "decr_every_n_nan_or_inf": -1,
-            "incr_ratio": 1,
-            "decr_ratio": 1.0,
-        }.items()
-    },
-    "npu-steps-1.5": (
-        lambda: npu_bridge.ExponentialUpdateLossScaleManager(8.0, 1.5),  # type: ignore[arg-type]
-        TypeError,
-        "^incr_every_n_steps must be an integer",
-    ),
-    "mindspore-fixed": (lambda: mindspore.FixedLossScaleManager(0.99), ValueError, "^loss_scale=0.99"),
-    "mindspore-drop": (lambda: mindspore.FixedLossScaleManager(8.0, 1), TypeError, "^drop_overflow_update"),  # type: ignore[arg-type]
-    "mindspore-init": (lambda: mindspore.DynamicLossScaleManager(0), ValueError, "^init_loss_scale=0"),
-    "mindspore-factor-0": (lambda: mindspore.DynamicLossScaleManager(8, 0), ValueError, "^scale_factor=0 .*above 1"),
-    "mindspore-factor-1": (lambda: mindspore.DynamicLossScaleManager(8, 1), ValueError, "^scale_factor=1 .*above 1"),
-    "mindspore-window": (lambda: mindspore.DynamicLossScaleManager(8, 2, 0), ValueError, "^scale_window=0"),
+BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (npu_bridge.FixedLossScaleManager, {"loss_scale": 0.5}, ValueError, "^loss_scale=0.5 .*at least 1"),
+    (npu_bridge.FixedLossScaleManager, {"loss_scale": 0}, ValueError, "^loss_scale=0 .*at least 1"),
+    (npu_bridge.FixedLossScaleManager, {"loss_scale": math.nan}, ValueError, "^loss_scale=nan"),
+    (npu_bridge.FixedLossScaleManager, {"loss_scale": None}, TypeError, "^loss_scale must be a number"),
+    (npu_bridge.FixedLossScaleManager, {"enable_overflow_check": 1}, TypeError, "^enable_overflow_check"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"init_loss_scale": 0.5}, ValueError, "^init_loss_scale=0.5"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"incr_every_n_steps": 0}, ValueError, "^incr_every_n_steps=0"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"incr_every_n_steps": 1.5}, TypeError, "^incr_every_n_steps must"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"decr_every_n_nan_or_inf": -1}, ValueError, "^decr_every_n_nan"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"incr_ratio": 1}, ValueError, "^incr_ratio=1"),
+    (npu_bridge.ExponentialUpdateLossScaleManager, {"decr_ratio": 1.0}, ValueError, "^decr_ratio=1.0"),
+    (mindspore.FixedLossScaleManager, {"loss_scale": 0.99}, ValueError, "^loss_scale=0.99"),
+    (mindspore.FixedLossScaleManager, {"drop_overflow_update": 1}, TypeError, "^drop_overflow_update"),
+    (mindspore.DynamicLossScaleManager, {"init_loss_scale": 0}, ValueError, "^init_loss_scale=0"),
+    (mindspore.DynamicLossScaleManager, {"scale_factor": 0}, ValueError, "^scale_factor=0 .*above 1"),
+    (mindspore.DynamicLossScaleManager, {"scale_factor": 1}, ValueError, "^scale_factor=1 .*above 1"),
+    (mindspore.DynamicLossScaleManager, {"scale_window": 0}, ValueError, "^scale_window=0"),
+]
+NEEDED: dict[Any, dict[str, Any]] = {
+    npu_bridge.FixedLossScaleManager: {"loss_scale": 8.0},
+    npu_bridge.ExponentialUpdateLossScaleManager: {"init_loss_scale": 8.0, "incr_every_n_steps": 3},
 }
 
 
-@for_every("name", BAD)
-def test_bad_input_is_refused_by_the_names_of_the_system(name: str) -> None:
-    make, error, message = BAD[name]
+@for_every(("kind", "arguments", "error", "message"), BAD)
+def test_bad_input_is_refused_by_the_names_of_the_system(
+    kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        make()
+        kind(**{**NEEDED.get(kind, {}), **arguments})
 
 
 def test_a_scaler_of_a_manager() -> None:

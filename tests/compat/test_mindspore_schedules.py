@@ -1,11 +1,10 @@
-"""MindSpore's schedules: its own examples, formulas implemented again, errors, and the dataclass interface."""
+"""MindSpore's schedules: the schedules of ours that they are, MindSpore's own examples, and errors."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,34 +21,29 @@ from bighorn.compat.mindspore import (
 )
 from tests.support.tables import for_every
 
-DECAYS = (ExponentialDecayLR, NaturalExpDecayLR, InverseDecayLR)
+Pair = tuple[schedules.Schedule, schedules.Schedule]
+PAIRS: tuple[Pair, ...] = (
+    (PolynomialDecayLR(0.1, 0.01, 4, 0.5), schedules.Polynomial(0.1, 4, 0.01, 0.5)),
+    (PolynomialDecayLR(0.1, 0.01, 4, 0.5, True), schedules.Polynomial(0.1, 4, 0.01, 0.5, update_decay_steps=True)),
+    (WarmUpLR(0.1, 4), schedules.WarmUp(0.1, 4)),
+    (CosineDecayLR(0.01, 0.1, 4), schedules.Cosine(0.1, 4, end_lr=0.01)),
+    (ExponentialDecayLR(0.1, 0.9, 4), schedules.Exponential(0.1, 0.9, 4)),
+    (ExponentialDecayLR(0.1, 0.9, 4, True), schedules.Exponential(0.1, 0.9, 4, staircase=True)),
+    (NaturalExpDecayLR(0.1, 0.9, 4), schedules.NaturalExp(0.1, 0.9)),
+    (NaturalExpDecayLR(0.1, 0.9, 4, True), schedules.NaturalExp(0.1, 0.9, stair_steps=4)),
+    (InverseDecayLR(0.1, 0.9, 4), schedules.Inverse(0.1, 0.9, 4)),
+    (InverseDecayLR(0.1, 0.9, 4, True), schedules.Inverse(0.1, 0.9, 4, staircase=True)),
+)
+"""Each schedule with each of its switches, and ours, which `tests/math/test_schedules.py` computes again."""
 
 
-def polynomial(s: int, *, update: bool) -> float:
-    decay_steps = 4.0
-    if update:
-        decay_steps *= max(math.ceil(s / 4), 1)
-    return float((0.1 - 0.01) * (1 - min(s, decay_steps) / decay_steps) ** 0.5 + 0.01)
-
-
-CASES: dict[str, tuple[schedules.Schedule, Callable[[int], float]]] = {
-    "polynomial": (PolynomialDecayLR(0.1, 0.01, 4, 0.5), lambda s: polynomial(s, update=False)),
-    "polynomial-update": (PolynomialDecayLR(0.1, 0.01, 4, 0.5, True), lambda s: polynomial(s, update=True)),
-    "warm-up": (WarmUpLR(0.1, 4), lambda s: 0.1 * min(s, 4) / 4),
-    "cosine": (CosineDecayLR(0.01, 0.1, 4), lambda s: 0.01 + 0.045 * (1 + math.cos(min(s, 4) / 4 * math.pi))),
-    "exponential": (ExponentialDecayLR(0.1, 0.9, 4), lambda s: 0.1 * 0.9 ** (s / 4)),
-    "exponential-stair": (ExponentialDecayLR(0.1, 0.9, 4, True), lambda s: 0.1 * 0.9 ** (s // 4)),
-    "natural": (NaturalExpDecayLR(0.1, 0.9, 4), lambda s: 0.1 * math.exp(-0.9 * s)),
-    "natural-stair": (NaturalExpDecayLR(0.1, 0.9, 4, True), lambda s: 0.1 * math.exp(-0.9 * (s // 4 * 4))),
-    "inverse": (InverseDecayLR(0.1, 0.9, 4), lambda s: 0.1 / (1 + 0.9 * s / 4)),
-    "inverse-stair": (InverseDecayLR(0.1, 0.9, 4, True), lambda s: 0.1 / (1 + 0.9 * (s // 4))),
-}
-
-
-@for_every("name", CASES)
-def test_formulas(name: str) -> None:
-    schedule, formula = CASES[name]
-    assert schedule.as_list(14) == pytest.approx([formula(step) for step in range(14)], rel=1e-14)
+@for_every(("theirs", "ours"), PAIRS)
+def test_it_is_ours_and_a_value(theirs: schedules.Schedule, ours: schedules.Schedule) -> None:
+    assert isinstance(theirs, schedules.Schedule)
+    assert theirs.as_list(14) == ours.as_list(14)
+    assert copy.deepcopy(theirs) == pickle.loads(pickle.dumps(theirs)) == eval(repr(theirs)) == theirs
+    assert len({theirs, copy.copy(theirs)}) == 1
+    assert theirs.after_warmup(2)(2) == ours(0)
 
 
 @for_every(
@@ -68,52 +62,40 @@ def test_what_its_documents_print(schedule: schedules.Schedule, printed: float) 
     assert schedule(torch.tensor(2, dtype=torch.int32)) == pytest.approx(printed, abs=1e-8)  # type: ignore[arg-type]
 
 
-@for_every("name", CASES)
-def test_they_are_dataclasses_like_ours(name: str) -> None:
-    schedule = CASES[name][0]
-    assert isinstance(schedule, schedules.Schedule)
-    assert copy.deepcopy(schedule) == pickle.loads(pickle.dumps(schedule)) == eval(repr(schedule)) == schedule
-    assert len({schedule, copy.copy(schedule)}) == 1
-    assert schedule.after_warmup(2)(2) == schedule(0)
-
-
 POLYNOMIAL = {"learning_rate": 0.1, "end_learning_rate": 0.01, "decay_steps": 4, "power": 0.5}
 DECAY = {"learning_rate": 0.1, "decay_rate": 0.9, "decay_steps": 4}
-COSINE = {"min_lr": 0.01, "max_lr": 0.1, "decay_steps": 4}
-WARM_UP = {"learning_rate": 0.1, "warmup_steps": 4}
+GOOD: dict[Any, dict[str, Any]] = {
+    PolynomialDecayLR: POLYNOMIAL,
+    CosineDecayLR: {"min_lr": 0.01, "max_lr": 0.1, "decay_steps": 4},
+    WarmUpLR: {"learning_rate": 0.1, "warmup_steps": 4},
+    **dict.fromkeys((ExponentialDecayLR, NaturalExpDecayLR, InverseDecayLR), DECAY),
+}
+INTEGERS = ((4.0, TypeError, " must be an integer"), (True, TypeError, " must be an integer"), (0, ValueError, "=0"))
+FLOATS = (
+    (1, TypeError, " must be a float"),
+    ("0.1", TypeError, " must be a float"),
+    (-0.1, ValueError, "=-0.1"),
+    (math.nan, ValueError, "=nan"),
+    (0.0, ValueError, "=0.0"),
+)
+ERRORS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (kind, {name: wrong}, error, f"{name}{message}")
+    for kind, arguments in GOOD.items()
+    for name, value in arguments.items()
+    for wrong, error, message in (INTEGERS if isinstance(value, int) else FLOATS)
+    if not (wrong == 0.0 and name in ("end_learning_rate", "min_lr"))
+]
+ERRORS += [(kind, {"is_stair": 1}, TypeError, "is_stair must be") for kind, given in GOOD.items() if given is DECAY]
+ERRORS += [
+    (PolynomialDecayLR, {"update_decay_steps": 1}, TypeError, "update_decay_steps must be"),
+    (CosineDecayLR, {"min_lr": 0.2}, ValueError, "min_lr=0.2 must be below max_lr=0.1"),
+]
 
 
-def errors() -> list[tuple[Any, dict[str, Any], type[Exception], str]]:
-    rows: list[tuple[Any, dict[str, Any], type[Exception], str]] = []
-    good: list[tuple[Any, dict[str, Any]]] = [(PolynomialDecayLR, POLYNOMIAL), (CosineDecayLR, COSINE)]
-    good += [(WarmUpLR, WARM_UP), *((decay, DECAY) for decay in DECAYS)]
-    for kind, arguments in good:
-        for name, value in arguments.items():
-            if isinstance(value, int):
-                rows += [
-                    (kind, {**arguments, name: 4.0}, TypeError, f"{name} must be an integer"),
-                    (kind, {**arguments, name: True}, TypeError, f"{name} must be an integer"),
-                    (kind, {**arguments, name: 0}, ValueError, f"{name}=0"),
-                ]
-                continue
-            rows += [
-                (kind, {**arguments, name: 1}, TypeError, f"{name} must be a float"),
-                (kind, {**arguments, name: "0.1"}, TypeError, f"{name} must be a float"),
-                (kind, {**arguments, name: -0.1}, ValueError, f"{name}=-0.1"),
-                (kind, {**arguments, name: math.nan}, ValueError, f"{name}=nan"),
-            ]
-            if name not in ("end_learning_rate", "min_lr"):
-                rows.append((kind, {**arguments, name: 0.0}, ValueError, f"{name}=0.0"))
-    rows += [(decay, {**DECAY, "is_stair": 1}, TypeError, "is_stair must be True or False") for decay in DECAYS]
-    rows.append((PolynomialDecayLR, {**POLYNOMIAL, "update_decay_steps": 1}, TypeError, "update_decay_steps must be"))
-    rows.append((CosineDecayLR, {**COSINE, "min_lr": 0.2}, ValueError, "min_lr=0.2 must be below max_lr=0.1"))
-    return rows
-
-
-@for_every(("kind", "arguments", "error", "message"), errors())
+@for_every(("kind", "arguments", "error", "message"), ERRORS)
 def test_errors(kind: Any, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
-        kind(**arguments)
+        kind(**{**GOOD[kind], **arguments})
 
 
 def test_the_least_values_are_taken() -> None:

@@ -169,6 +169,7 @@ class Loop:
             except KeyboardInterrupt:
                 self.recover(again)
             else:
+                assert not 0 < at <= interrupt.count, "Ctrl-C was swallowed"
                 self.follow()
                 self.steps += 1
             self.compare()

@@ -132,7 +132,7 @@ def difference(cell: Cell, row: list[Cell]) -> str:
 
 def _difference(metric: str, found: tuple[float, float]) -> str:
     mean, half = found
-    words = f"{100 * mean:+.1f} +- {100 * half:.1f}" if is_share(metric) else f"{mean:+.3f} +- {half:.3f}"
+    words = f"{100 * mean:+.1f} ± {100 * half:.1f}" if is_share(metric) else f"{mean:+.3f} ± {half:.3f}"
     return f"**{words}**" if abs(mean) > half else words
 
 

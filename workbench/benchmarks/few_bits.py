@@ -127,7 +127,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             forms = sum((each["study"], each["name"]) == (row["study"], row["name"]) for each in rows) - 1
             away, half = interval([a - b for a, b in zip(values, exact, strict=True)], forms)
             scale, digits = (100, 1) if is_share(metric) else (1, 4)
-            words = f"{scale * away:+.{digits}f} +- {scale * half:.{digits}f}"
+            words = f"{scale * away:+.{digits}f} ± {scale * half:.{digits}f}"
             words = f"**{words}**" if abs(away) > half else words
         task = {"equal-lenet": "LeNet, accuracy", "equal-characters": "GPT, loss", "lora": "LoRA, loss"}[row["study"]]
         algorithm = {"lamb": "`Lamb`", "came": "`Came`"}[row["name"]]

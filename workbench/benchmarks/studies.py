@@ -80,7 +80,7 @@ def table(name: str) -> str:
         "",
         f"![{_seen(cells)}]({name}.svg)",
         "",
-        *(f"- {line}" for line in verdicts(cells)),
+        *(f"- {line}".replace("+-", "±") for line in verdicts(cells)),
     ]
     return "\n" + "\n".join(lines) + "\n\n"
 

@@ -104,7 +104,7 @@ def test_the_leads_of_lamb_are_those_of_the_files() -> None:
             row = {cell.optimizer: cell for cell in cells_of(STUDIES[name]) if cell.batch_size == batch}
             pairs = zip(row["lamb"].trials, row["adamw"].trials, strict=True)
             mean, half = interval([100 * (lamb.value - adamw.value) for lamb, adamw in pairs], len(row) - 1)
-            assert re.search(rf"{mean:.1f} \+- {half:.1f}( points)? at {batch:,}", page)
+            assert re.search(rf"{mean:.1f} ± {half:.1f}( points)? at {batch:,}", page)
             settled += [mean] if abs(mean) > half else []
     lamb = " ".join((DOCS / "lamb.md").read_text().split())
     assert [f"at 128, by {mean:.1f} points" in lamb for mean in settled] == [True]

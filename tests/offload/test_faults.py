@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +62,6 @@ def broken_loss(net: Any) -> Any:
     return net[5](net[4](net[3](Broken.apply(hidden)))).square().mean()  # type: ignore[no-untyped-call]
 
 
-@contextlib.contextmanager
-def landing_fails(at: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the stepping thread fail before it steps one of the buckets."""
-    land, count = TransferBucket.land, [0]
-
-    def fail(bucket: TransferBucket) -> None:
-        if sys._getframe(1).f_code.co_name == "wait":  # of the step
-            count[0] += 1
-            if count[0] == at:
-                raise MemoryError("no memory for bucket")
-        land(bucket)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TransferBucket, "land", fail)
-        yield
-
-
 # ---- errors that leave everything as before -------------------------------------------------------------------------
 
 
@@ -122,28 +104,78 @@ def test_a_backward_pass_that_fails(overlap: Overlap, make: Make) -> None:
 # ---- steps that have failed ------------------------------------------------------------------------------------------
 
 
-def refuses_everything(net: nn.Module, optimizer: OffloadedOptimizer) -> None:
-    calls: list[Any] = [
-        optimizer.step,
-        optimizer.state_dict,
-        optimizer.synchronize,
-        optimizer.read_weights,
-        lambda: optimizer.state,
-        lambda: loss_of(net, 9).backward(),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match=r"when \d of 8 parameters have taken the step \(") as error:
+def before_a_bucket(patch: pytest.MonkeyPatch, _: SlowCopies) -> None:
+    """Let the stepping thread fail before it steps the third bucket."""
+    land, landed = TransferBucket.land, []
+
+    def fail(bucket: TransferBucket) -> None:
+        if sys._getframe(1).f_code.co_name == "wait":  # of the step
+            landed.append(bucket)
+            if len(landed) == 3:
+                raise MemoryError("no memory for bucket")
+        land(bucket)
+
+    patch.setattr(TransferBucket, "land", fail)
+
+
+def amid_the_arithmetic(patch: pytest.MonkeyPatch, _: SlowCopies) -> None:
+    """Let a step of torch's optimizer fail when it has changed weights."""
+    step, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
+
+    def fail(self: torch.optim.AdamW, closure: Any = None) -> Any:
+        calls.append(1)
+        step(self, closure)
+        if len(calls) == 2:
+            raise MemoryError("amid a step")
+
+    patch.setattr(torch.optim.AdamW, "step", fail)
+
+
+def on_the_way_to_the_host(_: pytest.MonkeyPatch, copies: SlowCopies) -> None:
+    copies.outward.error = OSError("the bus is off")
+
+
+def on_the_way_to_the_device(_: pytest.MonkeyPatch, copies: SlowCopies) -> None:
+    copies.inward.error = OSError("the bus is off")
+
+
+Cut = Callable[[pytest.MonkeyPatch, SlowCopies], None]
+CUTS: list[tuple[Cut, Make, str]] = [
+    *((before_a_bucket, make, r"no memory.*when \d of 8 parameters have taken the step \(") for make in (lamb, adamw)),
+    (amid_the_arithmetic, adamw, "and others were being stepped"),
+    *((on_the_way_to_the_host, make, "bus is off") for make in (lamb, adamw)),
+    *((on_the_way_to_the_device, make, "bus is off.*and others were being stepped") for make in (lamb, adamw)),
+]
+"""Places where a step is cut off, optimizers, and what the error must say."""
+
+
+@pytest.mark.parametrize("remedy", ["zero_grad", "load"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize(("cut", "make", "message"), CUTS)
+def test_a_step_that_is_cut_off(
+    cut: Cut, make: Make, message: str, overlap: Overlap, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing continues before a remedy: a step without gradients, or a checkpoint."""
+    net, copies = network(), SlowCopies(seed=None)
+    optimizer = offloaded(net, make(net), overlap=overlap, copies=copies)
+    train(net, optimizer, range(2))
+    optimizer.synchronize()
+    saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
+    with monkeypatch.context() as patch:
+        cut(patch, copies)
+        with pytest.raises((RuntimeError, OSError), match=message) as error:
+            backward_and_step(net, optimizer)
+    taken = isinstance(error.value, RuntimeError) and "have taken the step" in str(error.value)
+    for call in calls_of(net, optimizer) if taken else []:
+        with pytest.raises(RuntimeError, match=r"when \d of 8 parameters have taken the step \(") as again:
             call()
-        assert isinstance(error.value.__cause__, MemoryError)
-
-
-def remedy_works(remedy: str, net: nn.Module, optimizer: OffloadedOptimizer, saved: Any) -> None:
-    """The parameters that have not taken the step continue with their weights on the device, or all from before."""
+        assert isinstance(again.value.__cause__, MemoryError | OSError)
     if remedy == "load":
         optimizer.load_state_dict(saved[1])
         net.load_state_dict(saved[0])
         train(net, optimizer, range(2, 5))
         optimizer.synchronize()
+        assert_equal(net, trained(make, range(5)))
         return
     optimizer.zero_grad()
     before = [param.clone() for param in net.parameters()]
@@ -155,65 +187,19 @@ def remedy_works(remedy: str, net: nn.Module, optimizer: OffloadedOptimizer, sav
     assert_bitwise(hosts, before)
     train(net, optimizer, range(3, 5))
     optimizer.synchronize()
+    assert set(step_counts(optimizer)) <= {4, 5}
 
 
-@pytest.mark.parametrize("make", [lamb, adamw])
-@pytest.mark.parametrize("remedy", ["zero_grad", "load"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_error_between_two_buckets(
-    overlap: Overlap, remedy: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = network()
-    optimizer = offloaded(net, make(net), overlap=overlap)
-    train(net, optimizer, range(2))
-    saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
-    with landing_fails(3, monkeypatch), pytest.raises(RuntimeError, match="no memory") as error:
-        backward_and_step(net, optimizer)
-    assert isinstance(error.value.__cause__, MemoryError)
-    refuses_everything(net, optimizer)
-    remedy_works(remedy, net, optimizer, saved)
-    if remedy == "load":
-        assert_equal(net, trained(make, range(5)))
-    else:
-        assert sorted(set(step_counts(optimizer))) == [4, 5]
-
-
-@pytest.mark.parametrize("remedy", ["zero_grad", "load"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_error_amid_the_arithmetic(overlap: Overlap, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = network()
-    optimizer = offloaded(net, adamw(net), overlap=overlap)
-    train(net, optimizer, range(2))
-    saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
-    step, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
-
-    def fail(self: torch.optim.AdamW, closure: Any = None) -> Any:
-        calls.append(1)
-        step(self, closure)
-        if len(calls) == 2:
-            raise MemoryError("amid a step")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", fail)
-        with pytest.raises(RuntimeError, match="and others were being stepped"):
-            backward_and_step(net, optimizer)
-    refuses_everything(net, optimizer)
-    remedy_works(remedy, net, optimizer, saved)
-    if remedy == "load":
-        assert_equal(net, trained(adamw, range(5)))
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_new_weights_that_do_not_arrive(overlap: Overlap) -> None:
-    net, copies = network(), SlowCopies(seed=None)
-    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=copies)
-    train(net, optimizer, range(2))
-    optimizer.synchronize()
-    copies.inward.error = OSError("the bus is off")
-    with pytest.raises(RuntimeError, match=r"bus is off.*and others were being stepped"):
-        backward_and_step(net, optimizer)
-    optimizer.zero_grad()
-    train(net, optimizer, range(2, 4))
+def calls_of(net: nn.Module, optimizer: OffloadedOptimizer) -> list[Callable[[], object]]:
+    """Return what reads or changes an optimizer."""
+    return [
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.synchronize,
+        optimizer.read_weights,
+        lambda: optimizer.state,
+        lambda: loss_of(net, 9).backward(),
+    ]
 
 
 def test_a_second_backward_pass() -> None:
@@ -227,20 +213,6 @@ def test_a_second_backward_pass() -> None:
     optimizer.zero_grad()
     train(net, optimizer, range(3))
     assert_equal(net, trained(lamb, range(3)))
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_copies_that_fail(overlap: Overlap) -> None:
-    net, copies = network(), SlowCopies(seed=None)
-    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=copies)
-    train(net, optimizer, range(2))
-    optimizer.synchronize()
-    copies.outward.error = OSError("the bus is off")
-    with pytest.raises((OSError, RuntimeError), match="bus is off"):
-        backward_and_step(net, optimizer)
-    optimizer.zero_grad()
-    train(net, optimizer, range(2, 4))
-    assert max(step_counts(optimizer)) <= 5
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

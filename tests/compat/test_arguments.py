@@ -30,7 +30,7 @@ SIGNATURES = {
 def described(optimizer: Any) -> Any:
     """Return all that the constructor sets; a rule by names is what it says of each."""
     group = {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "step")}
-    settings = optimizer._settings._asdict() if hasattr(optimizer._settings, "_asdict") else vars(optimizer._settings)
+    settings = vars(optimizer._settings)
     rule = settings["exclude_from_weight_decay"]
     verdicts = {name: rule(name, param) for name, param in weights().items()} if callable(rule) else rule
     return group, {**settings, "exclude_from_weight_decay": verdicts}, optimizer._default_schedules
@@ -48,7 +48,9 @@ def test_arguments_become_options(kind: Any) -> None:
     made = FACES[kind]
     for arguments, options in (({}, {}), *made.rows):
         ours = made.native(weights().items(), 0.001, options)
-        assert described(face(kind, weights().items(), 0.001, arguments)) == described(ours), arguments
+        theirs = face(kind, weights().items(), 0.001, arguments)
+        assert isinstance(theirs, made.ours)
+        assert described(theirs) == described(ours), arguments
     seen = {name for arguments, _ in made.rows for name in arguments}
     assert seen == inspect.signature(kind).parameters.keys() - {"params"}, "each argument has a row"
 
@@ -112,25 +114,11 @@ def test_a_training_of_mindformers_is_that_of_its_formula() -> None:
 Refusal = tuple[Options, type[Exception], str]
 REFUSED: dict[Any, list[Refusal]] = {
     torch_npu.NpuFusedLamb: [
-        ({"lr": -0.1}, ValueError, r"lr=-0\.1"),
-        ({"eps": -1e-6}, ValueError, "eps=-1e-06"),
-        ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]=-0\.1"),
-        ({"betas": (0.9, 1.1)}, ValueError, r"betas\[1\]=1\.1"),
-        ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\]=1\.0"),
-        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
         ({"adam": 1}, TypeError, "adam must be"),
         ({"use_global_grad_norm": 1}, TypeError, "use_global_grad_norm must be"),
-        ({"bias_correction": True}, TypeError, "bias_correction"),
     ],
     pytorch_fused_lamb.Lamb: [
-        ({"lr": -0.1}, ValueError, r"lr=-0\.1"),
-        ({"eps": -1e-8}, ValueError, "eps=-1e-08"),
-        ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\]=1\.0"),
-        ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]=-0\.1"),
-        ({"weight_decay": -1.0}, ValueError, r"weight_decay=-1\.0"),
         ({"amsgrad": 1}, TypeError, "amsgrad must be"),
-        ({"maximize": 1}, TypeError, "maximize must be"),
-        ({"foreach": True}, TypeError, "foreach"),
     ],
     npu_bridge.LAMBOptimizer: [
         ({"learning_rate": -0.1}, ValueError, r"^learning_rate=-0\.1"),

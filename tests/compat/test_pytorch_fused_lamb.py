@@ -43,6 +43,8 @@ def test_groups_have_an_amsgrad_of_their_own() -> None:
     optimizer.add_param_group({"params": [late], "amsgrad": True})
     assert [group["second_moment"] for group in optimizer.param_groups] == ["amsgrad", "adam", "amsgrad"]
     assert all("amsgrad" not in group for group in optimizer.param_groups)
+    with pytest.raises(TypeError, match="amsgrad must be"):
+        Lamb([{"params": [late], "amsgrad": 1}])
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

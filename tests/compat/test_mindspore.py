@@ -202,12 +202,16 @@ def test_a_call_with_other_gradients_changes_nothing(gradients: Any, error: type
 
 # ---- loss_scale -----------------------------------------------------------------------------------------------------
 
+SEEN = (1e-3, 1e-3, 1e-16)
+"""An eps that the size of gradients matters beside: with a small one, a gradient steps as a multiple of it does."""
+
 
 @pytest.mark.parametrize("loss_scale", [1024, 0.5, 1024.0])
 def test_loss_scale_divides_gradients_and_writes_none(loss_scale: float) -> None:
-    plain = trained(lambda params: Came(params.items(), LRS, weight_decay=0.1))
+    seen = {"weight_decay": 0.1, "eps": SEEN}
+    plain = trained(lambda params: Came(params.items(), LRS, **seen))
     params = weights()
-    optim = Came(params.items(), LRS, weight_decay=0.1, loss_scale=loss_scale)
+    optim = Came(params.items(), LRS, **seen, loss_scale=loss_scale)
     for number in range(STEPS):
         step(params, optim, number)
         assert all(param.grad.equal(loss_scale * gradient(name, number)) for name, param in params.items())  # type: ignore[union-attr]
@@ -217,7 +221,7 @@ def test_loss_scale_divides_gradients_and_writes_none(loss_scale: float) -> None
 def scaled_training(loss_scale: float, scaler: torch.amp.GradScaler) -> nn.Linear:
     torch.manual_seed(3)
     model = nn.Linear(6, 5)
-    optim = Came(model.parameters(), 0.1, weight_decay=0.1, loss_scale=loss_scale)
+    optim = Came(model.parameters(), 0.1, SEEN, weight_decay=0.1, loss_scale=loss_scale)
     # Bighorn's and Lightning's scalers set this for an optimizer that unscales inside its step.
     optim._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     for number in range(4):

@@ -208,10 +208,9 @@ SEEN = (1e-3, 1e-3, 1e-16)
 
 @pytest.mark.parametrize("loss_scale", [1024, 0.5, 1024.0])
 def test_loss_scale_divides_gradients_and_writes_none(loss_scale: float) -> None:
-    seen = {"weight_decay": 0.1, "eps": SEEN}
-    plain = trained(lambda params: Came(params.items(), LRS, **seen))
+    plain = trained(lambda params: Came(params.items(), LRS, SEEN, weight_decay=0.1))
     params = weights()
-    optim = Came(params.items(), LRS, **seen, loss_scale=loss_scale)
+    optim = Came(params.items(), LRS, SEEN, weight_decay=0.1, loss_scale=loss_scale)
     for number in range(STEPS):
         step(params, optim, number)
         assert all(param.grad.equal(loss_scale * gradient(name, number)) for name, param in params.items())  # type: ignore[union-attr]

@@ -37,6 +37,7 @@ from tests.support.peer_runs import (
     witnessed,
 )
 from tests.support.preset_pages import (
+    FIGURE,
     PAGE,
     backends,
     check_figures,
@@ -400,6 +401,12 @@ def test_the_pages_are_what_the_table_says(table: Table) -> None:
     text = written(table.name)
     check_figures(text, len(table.proofs), BOUNDS)
     assert without_figures(text) == without_figures(results(table, lambda *_: 0.0, "")), anew
+
+
+def test_the_page_states_the_largest_figures() -> None:
+    figures = [row for table in TABLES for row in FIGURE.findall(written(table.name))]
+    double, single = (f"{max(map(float, column)):.0e}".replace("e-0", "e-") for column in zip(*figures, strict=True))
+    assert f"{double} in float64 and {single} in float32" in " ".join(PAGE.read_text().split())
 
 
 if __name__ == "__main__":

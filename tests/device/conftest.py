@@ -1,25 +1,26 @@
-"""Tests with a `mode`, all of this folder, are called in a process that has the stand-in device in that mode."""
+"""Tests with a `device` that the stand-in is are called in a process that has it."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.device import stand_in
-from tests.device.child import child
+from tests.device.devices import DEVICES, Device, begin
+from tests.support.ranks import call_on_ranks
 
 
-@pytest.fixture(params=stand_in.MODES)
-def mode(request: pytest.FixtureRequest) -> str:
-    """Each mode of the stand-in in turn."""
-    found: str = request.param
+@pytest.fixture(params=DEVICES.values())
+def device(request: pytest.FixtureRequest) -> Device:
+    """Each device in turn; one that is absent is skipped with the reason."""
+    found: Device = request.param
     return found
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Call a test where the device is."""
-    if "mode" not in pyfuncitem.funcargs:
+    device = pyfuncitem.funcargs.get("device")
+    if not isinstance(device, Device) or not device.is_stand_in:
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    child(pyfuncitem.funcargs["mode"]).call(pyfuncitem.obj, arguments)
+    call_on_ranks(pyfuncitem.obj, arguments, 1, (begin, device.name))
     return True

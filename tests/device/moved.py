@@ -13,8 +13,6 @@ from torch.nn import Parameter
 from tests.device import stand_in
 from tests.support.cases import Case, Optimizer, set_gradients
 
-NEEDS_FLOAT64 = {torch.float64, torch.complex128}
-
 
 def moved(tensor: Tensor) -> Tensor:
     """Return a tensor on the device with the same values and the same layout in memory."""

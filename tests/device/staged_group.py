@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
+from tests.device import stand_in
+
 BACKEND = "staged"
 
 
@@ -81,6 +83,8 @@ def done(result: object) -> Any:
     return _create_work_from_future(future)
 
 
-def register() -> None:
-    """Make "staged" a backend of this process."""
+def join(mode: str, rank: int, world: int, store: str) -> None:
+    """Give this process the stand-in, and make it a rank of the default process group."""
+    stand_in.begin(mode)
     dist.Backend.register_backend(BACKEND, StagedGroup, devices=["npu"])
+    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=world)

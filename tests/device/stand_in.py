@@ -18,14 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import backend_registration, cpp_extension
 
 SOURCE = Path(__file__).with_name("stand_in.cpp")
 CACHE = Path(__file__).parents[2] / "build" / "device"
 
-MODES = ("complete", "no float64", "float64 becomes float32")
+COMPLETE = "complete"
+MODES = (COMPLETE, "no float64", "float64 becomes float32")
 """As most accelerators; as Apple's and Intel's consumer GPUs, with an error; as Ascend, with a warning."""
 
 OLDEST_TORCH = (2, 13)
@@ -65,13 +65,6 @@ def compile_into(path: Path) -> None:
             raise RuntimeError(f"stand_in.cpp does not compile with torch {torch.__version__}:\n{ran.stderr[-4000:]}")
         Path(folder, "stand_in.so").rename(path)
 
-
-STAND_IN = [
-    pytest.mark.process,
-    pytest.mark.usefixtures("mode"),
-    pytest.mark.skipif(why_absent() is not None, reason=str(why_absent())),
-]
-"""The marks of every file in tests/device."""
 
 _begun: list[Any] = []
 """The library of a process that has the device."""

@@ -18,9 +18,8 @@ from bighorn.kernels.foreach import lists
 from bighorn_workbench.shapes import SHAPES
 from tests.device import stand_in
 from tests.device.calls import Calls
-from tests.device.stand_in import STAND_IN
-
-pytestmark = STAND_IN
+from tests.device.devices import Device, on
+from tests.device.stand_in import COMPLETE, MODES
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -106,14 +105,16 @@ def steady_waits(name: str, leave_out: Sequence[int] = ()) -> dict[str, int]:
     return stand_in.waits(found)
 
 
+@on(*MODES)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_step_waits_for_nothing_and_sends_nothing(mode: str, name: str) -> None:
-    if mode != "complete" and ROWS[name].dtype == torch.float64:
+def test_a_step_waits_for_nothing_and_sends_nothing(device: Device, name: str) -> None:
+    if not device.has_float64 and ROWS[name].dtype == torch.float64:
         pytest.skip("parameters in float64")
     found = steady_waits(name)
     assert not found, f"{found}"
 
 
+@on(*MODES)
 @pytest.mark.parametrize("name", ["lamb", "came", "lars"])
 def test_nor_does_one_in_which_a_gradient_is_missing(name: str) -> None:
     found = steady_waits(name, leave_out=[2])
@@ -132,14 +133,14 @@ def calls_of(name: str, shapes: Shapes = BERT) -> Counter[str]:
     return calls.found
 
 
-@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@on(COMPLETE)
 @pytest.mark.parametrize("name", ROWS)
 def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
     found = calls_of(name)
     assert found.total() <= ROWS[name].calls, f"{found.total()} calls: {found.most_common(12)}"
 
 
-@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@on(COMPLETE)
 @pytest.mark.parametrize("name", ["adamw-of-torch", "lamb", "lamb-int8", "came", "lars"])
 def test_calls_of_torch_do_not_grow_with_tensors_or_their_size(name: str) -> None:
     """Pieces that fit a CPU's cache were 4,829 calls of Lamb for the 152 tensors of ViT-S."""
@@ -162,14 +163,14 @@ MATRICES: Shapes = [(512, 512)] * 6
 ELEMENTS = 512 * 512
 
 
-@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@on(COMPLETE)
 @pytest.mark.parametrize("name", ROWS)
 def test_temporaries_are_bounded(name: str) -> None:
     peak = temporaries(name, MATRICES)
     assert peak <= 1.03 * ROWS[name].temporary * ELEMENTS * len(MATRICES), f"{peak / ELEMENTS / len(MATRICES)}"
 
 
-@pytest.mark.parametrize("mode", ["complete"], indirect=True)
+@on(COMPLETE)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "adamw-of-torch"])
 def test_a_large_model_is_stepped_in_groups(name: str) -> None:
     """A group's temporaries are those of its largest tensor and at most `GROUP_BYTES`, here of two tensors."""
@@ -183,6 +184,7 @@ def test_a_large_model_is_stepped_in_groups(name: str) -> None:
     calls_of.cache_clear()
 
 
+@on(*MODES)
 @pytest.mark.parametrize("name", ["lamb", "came", "lars"])
 def test_norms_without_float64_take_few_scaled_copies(name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -190,6 +192,7 @@ def test_norms_without_float64_take_few_scaled_copies(name: str) -> None:
         assert temporaries(name, MATRICES) <= 1.03 * 4 * ELEMENTS * (len(MATRICES) + 1)
 
 
+@on(*MODES)
 def test_the_counts_see_a_wait_and_a_copy() -> None:
     value = torch.ones(3).to("npu")
     with stand_in.counted() as found:

@@ -9,28 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import bighorn
 from bighorn import Came, Lamb, Lars
 from tests.backends.test_backends import EXTREMES, STEPS, check_step, twins_of
-from tests.device.moved import NEEDS_FLOAT64, Mirror
-from tests.device.stand_in import STAND_IN
-from tests.support.cases import CASES, Case, Kind
+from tests.device.devices import Device, on
+from tests.device.moved import Mirror
+from tests.device.stand_in import MODES
+from tests.support.cases import CASES, DOUBLE, Kind
 from tests.support.covering_cases import covering
 from tests.support.optimizer_runs import BY_ID, is_short
-
-pytestmark = STAND_IN
 
 COVERING = covering(CASES)
 
 
-def runs_in(mode: str, case: Case) -> bool:
-    return mode == "complete" or not case.dtypes() & NEEDS_FLOAT64
-
-
+@on(*MODES)
 @pytest.mark.parametrize("backend", ["foreach", "reference"])
 @pytest.mark.parametrize("name", [case.id for case in CASES if case.id in COVERING and is_short(case)])
-def test_a_step_equals_the_float64_reference(mode: str, backend: str, name: str) -> None:
+def test_a_step_equals_the_float64_reference(device: Device, backend: str, name: str) -> None:
     case = BY_ID[name]
-    if not runs_in(mode, case):
+    if not device.has_float64 and case.dtypes() & DOUBLE:
         pytest.skip("parameters in float64")
     parameters = case.parameters()
     mirror: Any = Mirror(case, parameters, backend)
@@ -50,6 +47,7 @@ FURTHER: dict[str, tuple[float, float, dict[str, Any]]] = {
 }
 
 
+@on(*MODES)
 @pytest.mark.parametrize("backend", ["foreach", "reference"])
 @pytest.mark.parametrize("extreme", FURTHER)
 def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: str) -> None:
@@ -71,6 +69,7 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: st
     assert error <= 2e-6 * exact_move.norm() + 2e-7 * x.double().norm(), f"x: {error / exact_move.norm()}"
 
 
+@on(*MODES)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -98,3 +97,9 @@ def test_sums_and_powers_in_float32(kind: Kind, options: dict[str, Any]) -> None
     exact = trained("cpu", "reference")
     for backend in ("foreach", "reference"):
         assert (trained("npu", backend) - exact).norm() / exact.norm() < 1e-7
+
+
+@on(*MODES)
+def test_status_has_a_row_of_the_accelerators_own_steps() -> None:
+    (row,) = (row for row in bighorn.status().backends if row.has)
+    assert (row.name, row.device.type, row.works) == ("foreach", "npu", True)

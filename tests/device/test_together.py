@@ -11,9 +11,8 @@ from torch.nn import Parameter
 
 from bighorn import Lamb
 from bighorn.kernels.foreach.lamb import LambGroup
-from tests.device.stand_in import STAND_IN
-
-pytestmark = [*STAND_IN, pytest.mark.parametrize("mode", ["complete"], indirect=True)]
+from tests.device.devices import on
+from tests.device.stand_in import COMPLETE
 
 SHAPES = [(8, 300), (), (7,), (5, 0), (0,), (3, 4, 5), (6, 300), (2, 20), (1, 1), (4, 2, 3, 3), (3, 300)]
 LOW = torch.bfloat16
@@ -50,6 +49,7 @@ def stepped(device: str, dtype: torch.dtype, options: dict[str, Any]) -> list[Te
     return [each.detach().cpu() for each in (*params, *state)]
 
 
+@on(COMPLETE)
 @pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tensors_together_are_what_they_are_alone(way: str, skip: bool) -> None:

@@ -52,7 +52,7 @@ def test_a_failure_names_the_rank_and_the_next_test_has_other_processes(
         monkeypatch.setattr(support, "LIMIT", 2)
     with pytest.raises(pytest.fail.Exception, match=text):
         ends(how)
-    assert 2 not in support.POOLS
+    assert (2, support.GLOO) not in support.POOLS
     monkeypatch.undo()
     meet(4)
 
@@ -65,6 +65,6 @@ def test_a_skip_of_a_rank_is_a_skip_of_the_test() -> None:
 
 def test_processes_stay() -> None:
     meet(3)
-    before = support.POOLS[2]
+    before = support.POOLS[2, support.GLOO]
     meet(4)
-    assert support.POOLS[2] is before
+    assert support.POOLS[2, support.GLOO] is before

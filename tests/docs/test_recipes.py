@@ -8,8 +8,9 @@ from torch import nn
 
 from bighorn import Came, Lamb
 from tests.device import stand_in
-from tests.device.child import child
+from tests.device.devices import begin
 from tests.docs.test_docs import ROOT, blocks
+from tests.support.ranks import call_on_ranks
 
 [RECIPE] = [block for block in blocks((ROOT / "docs" / "recipes.md").read_text()) if "def move_state" in block]
 
@@ -42,4 +43,5 @@ def trainings_are_equal(kind: type[Lamb] | type[Came], options: dict[str, object
 def test_moving_the_state_changes_no_bit(kind: type[Lamb] | type[Came], options: dict[str, object]) -> None:
     if reason := stand_in.why_absent():
         pytest.skip(reason)
-    child("complete").call(trainings_are_equal, {"kind": kind, "options": options, "device": "npu"})
+    arguments = {"kind": kind, "options": options, "device": "npu"}
+    call_on_ranks(trainings_are_equal, arguments, 1, (begin, stand_in.COMPLETE))

@@ -6,7 +6,6 @@ Each is forked from a process that has only imported torch and bighorn, because 
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import runpy
@@ -15,8 +14,7 @@ import sys
 import tempfile
 import textwrap
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,27 +102,14 @@ def outcomes(
 
 
 @contextmanager
-def group_of_one() -> Iterator[dist.ProcessGroup]:
+def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
     """Make this process the only one of a process group, whose end takes half a second."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
     finally:
         end_process_group()
-
-
-def run_scenarios(scenarios: Mapping[str, Callable[[], object]], report: Path) -> None:
-    """Run scenarios in order, and write after each the traceback of every one so far, or an empty string, as JSON."""
-    said: dict[str, str] = {}
-    for name, scenario in scenarios.items():
-        try:
-            scenario()
-        except (Exception, pytest.fail.Exception):
-            said[name] = traceback.format_exc()
-        else:
-            said[name] = ""
-        report.write_text(json.dumps(said))
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:

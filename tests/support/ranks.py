@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
@@ -33,7 +33,10 @@ GRACE = 5
 BODIES: dict[tuple[str, str], Callable[..., object]] = {}
 """The functions that `ranks` decorates, by module and name."""
 
-POOLS: dict[int, Pool] = {}
+SetUp: TypeAlias = tuple[Any, ...]
+"""A function that each process calls before its first test, and its first arguments."""
+
+POOLS: dict[tuple[int, SetUp], Pool] = {}
 
 
 class Call(NamedTuple):
@@ -52,11 +55,21 @@ class Failure(NamedTuple):
     skips: bool = False
 
 
-def ranks(world: int | Callable[..., int], *worlds: int) -> Callable[[Callable[..., object]], Callable[..., None]]:
+def join_gloo(rank: int, world: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+
+
+GLOO: SetUp = (join_gloo,)
+
+
+def ranks(
+    world: int | Callable[..., int], *worlds: int, set_up: Callable[..., SetUp] = lambda **_: GLOO
+) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Return a decorator for a function that runs on each of `world` ranks, a number or a function of its arguments.
 
     With several numbers, pytest runs a test once with each. The arguments are pickled, so they are names, numbers and
-    paths rather than models. The test fails with the traceback of each rank that fails, and skips if a rank skips.
+    paths rather than models. `set_up` is a function of them, too. The test fails with the traceback of each rank that
+    fails, and skips if a rank skips.
     """
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
@@ -68,14 +81,7 @@ def ranks(world: int | Callable[..., int], *worlds: int) -> Callable[[Callable[.
             given = kwargs.pop("world") if worlds else world
             values = dict(signature.bind(*args, **kwargs).arguments)
             count = given(**values) if callable(given) else given
-            call = Call(body.__module__, body.__qualname__, values, list(warnings.filters))
-            with pool(count) as processes:
-                failures = processes.run(call)
-                told = "\n".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items()))
-                if not all(failure.skips for failure in failures.values()):
-                    pytest.fail(told, pytrace=False)
-            if told:
-                pytest.skip(told)
+            call_on_ranks(body, values, count, set_up(**values))
 
         if not worlds:
             return on_all_ranks
@@ -88,30 +94,43 @@ def ranks(world: int | Callable[..., int], *worlds: int) -> Callable[[Callable[.
     return decorate
 
 
+def call_on_ranks(body: Callable[..., object], values: dict[str, Any], world: int, set_up: SetUp) -> None:
+    """Call a function of a module on each rank, and fail or skip as it does there."""
+    call = Call(body.__module__, body.__qualname__, values, list(warnings.filters))
+    with pool(world, set_up) as processes:
+        failures = processes.run(call)
+        told = "\n".join(f"rank {rank}: {failure.text}" for rank, failure in sorted(failures.items()))
+        if not all(failure.skips for failure in failures.values()):
+            pytest.fail(told, pytrace=False)
+    if told:
+        pytest.skip(told)
+
+
 @contextmanager
-def pool(world: int) -> Iterator[Pool]:
-    """Lend the processes of so many ranks, and end them after an error; those of two numbers of ranks are kept."""
-    processes = POOLS.pop(world, None) or Pool(world)
+def pool(world: int, set_up: SetUp) -> Iterator[Pool]:
+    """Lend the processes of so many ranks, and end them after an error; two pools of several ranks are kept."""
+    processes = POOLS.pop((world, set_up), None) or Pool(world, set_up)
     try:
         yield processes
     except BaseException:
         processes.end()
         raise
-    POOLS[world] = processes
-    if len(POOLS) > 2:
-        POOLS.pop(next(iter(POOLS))).end()
+    POOLS[world, set_up] = processes
+    several = [key for key in POOLS if key[0] > 1]
+    if len(several) > 2:
+        POOLS.pop(several[0]).end()
 
 
 class Pool:
-    """Processes that have joined one process group. They end with the process that made them."""
+    """Processes that were set up together. They end with the process that made them."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, set_up: SetUp) -> None:
         self.folder = tempfile.TemporaryDirectory()
         atexit.register(self.end)
         pipes = [FORKS.Pipe() for _ in range(world)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
-            FORKS.Process(target=serve, args=(rank, world, Path(self.folder.name), theirs), daemon=True)
+            FORKS.Process(target=serve, args=(rank, world, set_up, Path(self.folder.name), theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):
@@ -158,14 +177,15 @@ class Pool:
         self.folder.cleanup()
 
 
-def serve(rank: int, world: int, folder: Path, connection: Connection[Failure | None, Call]) -> None:
+def serve(rank: int, world: int, set_up: SetUp, folder: Path, connection: Connection[Failure | None, Call]) -> None:
     """Run calls until the connection ends."""
     errors = os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(errors, descriptor)
     faulthandler.enable()  # an aborted process prints its stack
     install_importhook(get_config())  # an assertion shows its values
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    function, *arguments = set_up
+    function(*arguments, rank=rank, world=world, store=f"file://{folder / 'store'}")
     while True:
         try:
             call = connection.recv()
@@ -181,8 +201,9 @@ def result(call: Call) -> Failure | None:
         torch.default_generator.manual_seed(0)
         torch.set_num_threads(1)
         try:
-            importlib.import_module(call.module)
-            BODIES[call.module, call.name](**call.values)
+            module = importlib.import_module(call.module)
+            body = BODIES.get((call.module, call.name)) or getattr(module, call.name)
+            body(**call.values)
         except pytest.skip.Exception as skip:
             return Failure(str(skip.msg), skips=True)
         except (Exception, pytest.fail.Exception):

@@ -1,5 +1,5 @@
-"""Tests with a `mode` are called in a process that has the stand-in device of tests/device."""
+"""Tests with a `device` that the stand-in is are called in a process that has it."""
 
-from tests.device.conftest import mode, pytest_pyfunc_call
+from tests.device.conftest import device, pytest_pyfunc_call
 
-__all__ = ["mode", "pytest_pyfunc_call"]
+__all__ = ["device", "pytest_pyfunc_call"]

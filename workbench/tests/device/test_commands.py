@@ -5,15 +5,14 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from bighorn_workbench.commands import bighorn
-from tests.device.stand_in import MODES, STAND_IN
+from tests.device.devices import on
+from tests.device.stand_in import MODES
 
-pytestmark = STAND_IN
 
-
+@on(*MODES)
 def test_doctor_says_what_there_is() -> None:
     """The row of the accelerator is of its own steps, not of the CPU's."""
     ran = CliRunner().invoke(bighorn, ["doctor"])
@@ -21,9 +20,7 @@ def test_doctor_says_what_there_is() -> None:
     assert "npu" in ran.output, f"no row of npu: {ran.output}"
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.slow] * (mode != "no float64")) for mode in MODES], indirect=True
-)
+@on("no float64")
 def test_the_command_line_trains_and_resumes() -> None:
     """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
     with tempfile.TemporaryDirectory() as folder:

@@ -45,6 +45,7 @@ def tests(marks: str, *options: str) -> Sequence[str]:
         "-m",
         "pytest",
         "tests/gpu",
+        "tests/device",
         "workbench/tests/gpu",
         "-m",
         marks,

@@ -156,7 +156,7 @@ $(XLA)/installed: pyproject.toml workbench/pyproject.toml
 	touch $@
 
 xla: $(XLA)/installed
-	PJRT_DEVICE=CPU $(XLA)/bin/pytest -n auto --dist load -W default tests/xla
+	PJRT_DEVICE=CPU $(XLA)/bin/pytest -n auto --dist load -W default tests/device -k xla
 
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn import Came, Lamb, Lars
+from bighorn.capabilities import capabilities
 from tests.backends.test_backends import EXTREMES, STEPS, check_step, twins_of
 from tests.device.devices import Device, on
 from tests.device.moved import Mirror
@@ -97,6 +98,13 @@ def test_sums_and_powers_in_float32(kind: Kind, options: dict[str, Any]) -> None
     exact = trained("cpu", "reference")
     for backend in ("foreach", "reference"):
         assert (trained("npu", backend) - exact).norm() / exact.norm() < 1e-7
+
+
+@on("xla")
+def test_what_xla_has() -> None:
+    """Tensors have no address there; a step that asked for one found every storage freed."""
+    found = capabilities(torch.device("xla:0"))
+    assert (found.float64, found.bfloat16, found.addresses) == (True, True, False)
 
 
 @on(*MODES)

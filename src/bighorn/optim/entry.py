@@ -109,13 +109,13 @@ class Entry:
             self.dense = view.clone(memory_format=torch.contiguous_format)
         like, self.turned = self.dense, self.turns(view)
         if self.turned:
-            self.view = self.dense = view.mT
+            self.view = self.dense = view.detach().mT
         return self.param if self.fragment else like
 
     def move(self, shard: Tensor) -> bool:
         """Use the present memory of this rank's shard of `param`; return whether kernels have to."""
         view = self.part(real_view(shard))
-        view, in_place = view.mT if self.turned else view, self.dense is self.view
+        view, in_place = view.detach().mT if self.turned else view, self.dense is self.view
         # After p.data = ..., the tensor is the same one, but slices of it are in the old memory.
         moved = in_place and (view is not self.view or self.stacked)
         self.view = view
@@ -200,6 +200,7 @@ class Entry:
         """Return a tensor that has dims of the parameter as rows; slices on other ranks are empty here."""
         if not self.stacked:
             return (tensor,)
+        tensor = tensor.detach()  # as all views that plans keep: torch swaps no parameter that has others
         if self.shard is None:
             return tensor.unbind()
         elsewhere = (tensor.new_empty((0,) * (tensor.dim() - 1)),)

@@ -236,7 +236,7 @@ def _check_codes(
 
 def real_view(tensor: Tensor) -> Tensor:
     """Return a complex tensor as a real one with a last dim of 2, and any other unchanged."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def whole_view(param: Tensor) -> Tensor:

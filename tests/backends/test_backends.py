@@ -27,6 +27,7 @@ from tests.support import scalar_formulas
 from tests.support.case_tensors import BLOCKS, ZOO, Layout, arranged, double, ordinal
 from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
+from tests.support.tables import for_every
 
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 2 if interpreted() else 3
@@ -510,8 +511,7 @@ def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None
         assert parameter.mean() < 0.9
 
 
-@pytest.mark.parametrize("state_dtype", ["int8", "int4"])
-@pytest.mark.parametrize("value", [math.inf, 2e-37, 2e-38])
+@for_every(("value", "state_dtype"), itertools.product((math.inf, 2e-37, 2e-38), ("int8", "int4")))
 @pytest.mark.parametrize("kind", [Lamb, Lars], ids=["lamb", "lars"])
 def test_blocks_at_the_ends_of_float32(backend: str, kind: Any, value: float, state_dtype: str) -> None:
     """One that is not finite has a scale of NaN and codes of 0; the inverse of a tiny scale would be infinite."""

@@ -86,3 +86,14 @@ def test_a_gradient_that_is_not_finite_is_skipped(kind: Kind, backend: str) -> N
     optimizer.step()
     assert all(p.equal(torch.ones_like(p)) for p in params)
     assert optimizer.telemetry().skipped == 1
+
+
+def test_the_memory_format_changes_no_bit_of_a_centred_gradient(backend: str) -> None:
+    moments = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        param = Parameter(torch.ones(6, 40, 5, 5).to(memory_format=memory_format))
+        param.grad = torch.randn(6, 40, 5, 5, generator=torch.Generator().manual_seed(2))
+        optimizer = Lamb([{"params": [param], "grad_centralization": True}], lr=0.1, backend=backend)
+        optimizer.step()
+        moments.append(optimizer.state[param]["exp_avg"])
+    assert moments[0].equal(moments[1])

@@ -1,4 +1,4 @@
-"""Bighorn: LAMB, CAME and LARS for PyTorch, fused, exact, and fast on whatever device the parameters are on."""
+"""Bighorn: LAMB, CAME and LARS for PyTorch, fused, exact, and fast on the device that the parameters are on."""
 
 from bighorn import groups, schedules, telemetry
 from bighorn.backend_status import BackendStatus, Status, status

@@ -120,7 +120,7 @@ def refuse_unknown(
 
 
 def asked_for(options: Mapping[str, Any], off_is_ours: Container[str] = NOT_OURS) -> dict[str, Any]:
-    """Return options without those of other optimizers that are off: some trainers pass `foreach=False` to all."""
+    """Drop options of other optimizers that are off, since some trainers pass `foreach=False` to all."""
     return {name: value for name, value in options.items() if name not in off_is_ours or not _is_off(value)}
 
 

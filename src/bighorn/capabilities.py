@@ -1,4 +1,4 @@
-"""What a device of torch has, tried on the device once; no dtype and no way to step is chosen by a device's name."""
+"""What a device of torch has, tried on the device once; a device's name decides nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Capabilities:
     Attributes:
         float64: Whether float64 stays float64 there, and its norm is right. Ascend converts it to float32 with a
             warning; Arc and Apple's GPUs refuse it.
-        float64_norms: Whether a norm in float64 of narrower numbers is that of their squares in float64. torch_xla
+        float64_norms: Whether a float64 norm of narrower numbers adds up squares in float64. torch_xla
             squares first (2.9), in float32 or bfloat16, which overflows above 1e19 or is off by 2^-9.
         bfloat16: Whether bfloat16 is stored and converted.
-        addresses: Whether tensors have an address. Those of torch_xla, and of "meta", have the address 0.
+        addresses: Whether tensors have an address. On torch_xla and "meta" the address is 0.
     """
 
     float64: bool
@@ -34,7 +34,7 @@ class Capabilities:
 def capabilities(device: torch.device) -> Capabilities:
     """Return what a device has.
 
-    A CPU and a GPU of CUDA have all of it and are not tried: the host would wait, which ends the capture of a graph.
+    The CPU and CUDA have all of it and are not tried: the host would wait, which ends the capture of a graph.
 
     Example:
         >>> capabilities(torch.device("cpu"))

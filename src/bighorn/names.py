@@ -125,7 +125,7 @@ def check_matches(option: str, exclusion: Exclusion | None, names: Sequence[str]
     )
     if not used:
         raise ValueError(f"{text}: correct the patterns, or leave {option} out")
-    warnings.warn(text, stacklevel=7)  # in the call of Lamb or Came, beyond two constructors and torch's two wrappers
+    warnings.warn(text, stacklevel=7)  # at the call of Lamb or Came, above two constructors and torch's two wrappers
 
 
 def named(params: object, names: Names | None) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from bighorn.capabilities import capabilities, wide
 
 SCALES = (2.0**40, 2.0**-64)
-"""Where a device has no float64, a sum of squares is two sums in float32: those of x times each of these.
+"""Where a device has no float64, a sum of squares is two sums in float32: of x times each of the two scales.
 
 They add up like one sum, over tensors and over ranks. The first overflows for norms above 2^24, and the second has full
 precision there. Elements below 2^-103, about 1e-31, vanish in both; norms are right up to the end of float32.
@@ -71,7 +71,7 @@ def _divided(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def no_square_sums(*shape: int, device: torch.device) -> Tensor:
-    """Return sums of squares that are 0, of this shape before that of one sum."""
+    """Return sums of squares that are 0: this shape, followed by the shape of one sum."""
     one = () if wide(device) == torch.float64 else (len(SCALES),)
     return torch.zeros((*shape, *one), dtype=wide(device), device=device)
 

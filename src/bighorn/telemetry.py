@@ -76,7 +76,7 @@ HINTS = {
     "lars": "LARS's trust ratio of each, 1 in its first step, stays below {below:g} since: that step was too large. "
     'Exclude biases and norms, with exclude_from_layer_adaptation="ndim<2"',
 }
-"""What is said of layers that started at zero, by algorithm."""
+"""The warnings about layers that started at zero, by algorithm."""
 
 
 class SlowLayers:

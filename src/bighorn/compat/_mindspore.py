@@ -154,7 +154,7 @@ class MindSporeOptimizer(Optimizer):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """All parameters, in the order of the gradients of a call: that of `order_params`, if given."""
+        """All parameters, in the order in which a call takes gradients: `order_params` if given."""
         first = [self.param_groups[index]["params"][position] for index, position in self._order]
         known = set(map(id, first))
         return (*first, *(p for group in self.param_groups for p in group["params"] if id(p) not in known))
@@ -207,7 +207,7 @@ class MindSporeOptimizer(Optimizer):
                 )
 
     def _step_with(self, gradients: object) -> int:
-        """Step with these gradients instead of those in `.grad`, and return the number of parameters."""
+        """Step with these gradients instead of `.grad`, and return the number of parameters."""
         params = self.parameters
         with _lent(params, _checked(params, gradients)):
             self.step()

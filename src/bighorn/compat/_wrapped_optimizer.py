@@ -14,7 +14,7 @@ from bighorn import LossScaler, TailOverlap
 
 
 class WrappedOptimizer(Optimizer):
-    """The methods of torch's optimizers. Groups, state and hooks are those of the optimizer that is wrapped."""
+    """The methods of torch's optimizers. Groups, state and hooks belong to the wrapped optimizer."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer; that of this rank's tensors if the update is sharded."""
+        """The state of the optimizer; if the update is sharded, of this rank's tensors only."""
         return getattr(self.opt, "optim", self.opt).state
 
     @property

@@ -320,7 +320,7 @@ class NPUOptimizer(WrappedOptimizer):
         """Step with these gradients, and reset them.
 
         Where the loss is scaled, the step is skipped if a gradient was not finite when `compute_gradients` returned it;
-        without that call, if one of these is not.
+        without that call, if a gradient passed here is not.
 
         Args:
             grads_and_vars: (gradient, parameter) for the parameters to step; a gradient is not scaled. None for a

@@ -125,7 +125,7 @@ def lamb(
             raise ValueError(f"there are {len(tensors)} tensors of {name} for {len(params)} params: give one for each")
     if not params:
         return
-    targets = [param.detach() for param in params]  # whose .grad is not that of the parameters
+    targets = [param.detach() for param in params]  # so that the parameters keep their .grad
     optimizer = Lamb(targets, lr, (beta1, beta2), eps, weight_decay, amsgrad, maximize=maximize)
     for i, target in enumerate(targets):
         target.grad = grads[i]

@@ -1,4 +1,4 @@
-"""Flat tensors: what they hold of a model's parameters, and the ranks that together hold all of these.
+"""Flat tensors: the fragments of a model's parameters in them, and the ranks that together hold all parameters.
 
 DeepSpeed's ZeRO and Megatron's distributed optimizer copy parameters into one buffer and give each rank a part of it.
 Such a part begins and ends inside parameters, so the ranks add up sums over the fragments of each parameter.
@@ -171,7 +171,7 @@ class FlatParams(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """What a rank tells the others about a group."""
+    """The description of a group that a rank sends to the others."""
 
     reason: str | None
     fragments: list[list[Fragment]]

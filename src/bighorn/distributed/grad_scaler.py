@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StandIn:
-    """A stand-in that a GradScaler steps: its only gradient is not finite if one that is elsewhere is not.
+    """A stand-in that a GradScaler steps: its only gradient is not finite if any gradient in flight is not.
 
     Args:
         scaler: The scaler.

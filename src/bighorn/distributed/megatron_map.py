@@ -91,7 +91,7 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
 
 
 def _refuse_to_save(distributed: Any, name: str, saved: set[str]) -> None:
-    """Let a method of Megatron's raise if the optimizer has other state than this."""
+    """Make a method of Megatron's optimizer raise if the state has other names than `saved`."""
     method: Callable[..., Any] = getattr(distributed, name)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

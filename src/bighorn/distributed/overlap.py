@@ -142,7 +142,7 @@ class TailOverlap:
 
         Raises:
             ValueError: A closure is given.
-            RuntimeError: Another rank has stopped; gradients were changed in flight; or those of the last step
+            RuntimeError: Another rank has stopped; gradients were changed in flight; or gradients of the last step
                 overflowed in the sum over ranks.
         """
         if closure is not None:

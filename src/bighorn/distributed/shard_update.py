@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedundancyOptimizer:
-    """Return the optimizer distributed over ranks, each of which keeps the state of some tensors and steps these.
+    """Return the optimizer distributed over ranks, each of which keeps the state of some tensors and steps them.
 
     The results equal the unsharded optimizer after gradients were averaged, as DistributedDataParallel does: a global
     clip (`max_grad_norm`) and `skip_nonfinite` use all ranks' gradients. The state per rank shrinks with the

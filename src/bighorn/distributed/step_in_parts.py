@@ -22,7 +22,7 @@ class StepsInParts(Protocol):
 
 @runtime_checkable
 class BighornOptimizer(Protocol):
-    """An optimizer of Bighorn, as far as distributed training and offload use more of it than of others."""
+    """The methods that distributed training and offload call on Bighorn's optimizers alone."""
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Optimizer:
         """Return a fresh optimizer with the same options for this rank's share of each group."""

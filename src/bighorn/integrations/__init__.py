@@ -54,7 +54,7 @@ class OwnSchedule(LRScheduler):
         self._step_count += 1
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each group: that of the last step."""
+        """Return the learning rate of each group at the last step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     get_lr = get_last_lr

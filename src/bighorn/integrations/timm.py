@@ -62,7 +62,7 @@ bighornlars, and bighorntimm, which computes what timm's own lamb does."""
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script that the arguments begin with, with those that follow."""
+    """Run the script named by the first argument with the other arguments."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
         return

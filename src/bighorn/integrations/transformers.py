@@ -17,7 +17,7 @@ class TelemetryCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that logs `bighorn.telemetry.scalars` to the reporters of `report_to`, such as TensorBoard.
 
     The scalars are not added to the trainer's own log, which is printed and saved with each checkpoint. When training
-    begins, a warning says if the optimizer does not use `TrainingArguments.learning_rate`; later, one names the layers
+    begins, it warns if the optimizer does not use `TrainingArguments.learning_rate`; later, a warning names the layers
     that `bighorn.telemetry.SlowLayers` finds.
 
     Args:

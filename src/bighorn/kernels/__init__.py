@@ -47,7 +47,7 @@ class Kernel(Protocol):
         """The reason why it cannot serve a tensor, or a shard, or None; of a shard, the same on every rank."""
 
     def refresh(self) -> None:
-        """Read the buckets again, after parameters have moved, or gradients have become of other dtypes."""
+        """Read the buckets again, after parameters moved or gradients changed their dtypes."""
 
     def prepare(self) -> None:
         """Do everything that can fail, before any kernel of a step writes."""
@@ -187,7 +187,7 @@ def _warn_of(slowness: str) -> None:
 def unsupported_reason(
     name: str, param: Tensor, options: KernelOptions, shard: Shard | None, solid: bool
 ) -> str | None:
-    """The reason why a backend cannot serve a tensor, or a shard, or None; the arguments are those of `pick`."""
+    """The reason why a backend cannot serve a tensor, or a shard, or None. Arguments are as in `pick`."""
     served = kernel(name, options.algorithm)
     if served is None:
         return f"it has no kernels for {options.algorithm}"

@@ -54,7 +54,7 @@ def one_minus_powers(betas: Sequence[float], t: Tensor) -> list[Tensor]:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: at least float32, whatever the parameter's dtype."""
+    """The dtype of the arithmetic: the parameter's, but at least float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -97,7 +97,7 @@ class Shard:
         return not self.split.isdisjoint(dims)
 
     def leads(self, dims: Iterable[int]) -> bool:
-        """Whether the box begins at index 0 of these dims: of boxes that differ only along them, exactly one does.
+        """Whether the box begins at index 0 of these dims. Among boxes that differ only along them, exactly one does.
 
         An empty box may be at index 0 as well as the one after it, and does not count.
         """
@@ -114,7 +114,7 @@ class Shard:
         return average * ((first >= self.elements.start) & (first < self.elements.stop))
 
     def box(self, values: Tensor) -> Tensor:
-        """Return this rank's elements in the shape of the box, with zeros for those of other ranks."""
+        """Return this rank's elements in the shape of the box, with zeros for elements of other ranks."""
         if self.elements is None:
             return values
         before = self._before
@@ -181,7 +181,7 @@ class Bucket(Generic[Options]):
             only read them. None for a row that takes no part in this step: its parameter, state, step count and metrics
             do not change. Slices of one parameter take part together. The gradients of a row have the same dtype until
             `refresh`.
-        known: A list of gradients, and their addresses, 0 for None. They are those of this step if the list is `grads`,
+        known: A list of gradients, and their addresses, 0 for None. They belong to this step if the list is `grads`,
             and a kernel that reads the pair has both of one step, also while another thread binds others.
         shards: Each row's shard of the whole tensor, also for its gradient; empty if every row is whole. A tensor of
             the state has some of its parameter's dims, and is sharded along these as the parameter is.

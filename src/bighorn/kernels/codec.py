@@ -1,15 +1,15 @@
 """State in few bits: blocks of 256 values that share a scale, the largest magnitude of the block.
 
-A block is within one row, in the row's logical order whatever its memory order; the last block of a row is shorter. So
+A block is within one row, in the row's logical order for any memory order; the last block of a row is shorter. So
 a shard of whole rows has the same blocks as the whole tensor, and a checkpoint fits any memory format. A row is all of
 an index of dim 0, or of several leading dims: scales have these dims, and one for the blocks of a row. CAME's rows are
-those of the matrices that it factors. A tensor of short rows needs a scale for each row, and is better kept in float32.
+the rows of the matrices that it factors. Tensors of short rows need a scale per row, and are better kept in float32.
 
 The code of a value represents its share of the scale, by one of the forms below (measurements:
 workbench/benchmarks/results/precision.md). Arithmetic is in float32.
 
-Codes of 4 bits are packed: a byte has those of two neighbours in a row, the first one in its lower bits, each as its
-two's complement. Such a row has an even number of elements, and codes are contiguous.
+Codes of 4 bits are packed: a byte has two neighbours of a row, the first one in its lower bits, each as its two's
+complement. Such a row has an even number of elements, and codes are contiguous.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form:
 
     Attributes:
         dtype: The dtype of codes.
-        to_code: The function from magnitudes of shares, 0 to 1, to those of codes, in float32, in the same memory.
+        to_code: The function from magnitudes of shares, 0 to 1, to magnitudes of codes, in float32, in the same memory.
         to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
         int4: Whether codes have 4 bits; a byte then has two, and codes are `[rows, bytes of a row]`.
         relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
@@ -60,9 +60,9 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
 
     The root is computed by shifting the bits of a float. As an integer, they are its logarithm at powers of 2 and
     linear between them. Half of that integer is the bits of a number that grows like the square root but is linear from
-    code to code. A position between two codes is therefore the same position between the values of these, and dither
-    does not change the mean. (The lowest codes are more than a factor of 2 apart, and linear in the logarithm only: for
-    second moments, those below 1e-7 of the largest.)
+    code to code. A position between two codes is therefore the same position between their values, and dither does not
+    change the mean. (The lowest codes are more than a factor of 2 apart, and linear in the logarithm only: for second
+    moments, those below 1e-7 of the largest.)
     """
     # So `end` would represent 64, and the largest code represents 63, which is a share of 1.
     root_end, share_end = (int(bits_as(torch.tensor(float(of)), torch.int32)) for of in (end, 64))
@@ -197,7 +197,7 @@ def unpack_int4(codes: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, form: Form = LINEAR, dither: Dither = NEAREST, leading: int = 1) -> tuple[Tensor, Tensor]:
-    """Return codes, in the shape of `values` unless they are packed, and scales, float32 in that of `scales_shape`.
+    """Return codes, in the shape of `values` unless they are packed, and scales, float32 in the shape `scales_shape`.
 
     A linear value's error is at most 1/254 of its block's scale. A block of zeros has scale 0. A block that has a value
     beyond float32, an infinity or a NaN has scale NaN, and all of its values decode to NaN: the original values cannot
@@ -249,7 +249,7 @@ def decode(codes: Tensor, scales: Tensor, form: Form = LINEAR) -> Tensor:
 
 def from_codes(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """Return the values of codes in float32, in blocks, in whose memory it computes."""
-    # The share is computed first, so that no intermediate result overflows or underflows, whatever the scale.
+    # The share is computed first, so that no intermediate result overflows or underflows at any scale.
     return form.to_share(codes).mul_(scales.unsqueeze(-1))
 
 

@@ -64,7 +64,7 @@ def load_weight(x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
     if "compensation" in kept:
         shift = raised(value, x.dtype)
         near = value.add_(shift)
-        # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
+        # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below 0's are NaN.
         lost = recoded(kept["compensation"], torch.int16, x.dtype).masked_fill(near == 0, 0)
         return bits_as(bits_as(near, torch.int32).add_(lost), torch.float32).sub_(shift)
     return value
@@ -123,7 +123,7 @@ def recoded(compensation: Tensor, kept: torch.dtype, dtype: torch.dtype) -> Tens
 
 
 def raised(x: Tensor, dtype: torch.dtype) -> Tensor | float:
-    """Return the addend that makes the bits that a number's dtype lacks float32's last `DROPPED` ones: mostly 0."""
+    """Return the addend after which the dtype lacks exactly float32's last `DROPPED` bits: mostly 0."""
     if dtype != torch.float16:
         return 0.0
     normal = bits_as(x, torch.int32) & SIGN_BIT | SMALLEST_NORMAL_BITS
@@ -174,7 +174,7 @@ def random_bits(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
 
 
 def dither(key: Tensor | int, t: Tensor, index: Tensor) -> Tensor:
-    """Return 16 bits, in int64, that are more evenly spread than random ones; the arguments are those of `random_bits`.
+    """Return 16 bits, in int64, that are more evenly spread than random ones; the arguments are as for `random_bits`.
 
     The bits are positions on a circle, which advance by one step for each element and by another step for each t, so
     that neither neighbours nor consecutive steps leave out a part of the circle. Less noise adds up than from random
@@ -231,7 +231,7 @@ def short(numbers: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return each of some values as often as its size says; torch_xla computes repeat_interleave() on the host."""
+    """Repeat each value by its size; torch_xla computes repeat_interleave() on the host."""
     return torch.cat([value.expand(size) for value, size in zip(values.unbind(), sizes, strict=True)])
 
 

@@ -19,20 +19,20 @@ class Arrival(Protocol):
         """Return when the copies have ended."""
 
     def wait(self) -> None:
-        """Let everything that this thread gives the device from now on run after the copies."""
+        """Make later work of this thread on the device wait for the copies."""
 
 
 class Copies(Protocol):
     """The memory of the host that a device reaches, and the copies in both directions.
 
-    Copies in one direction need not take place in the order in which they began, except those to the same memory.
+    Copies in one direction need not take place in the order in which they began, except copies to the same memory.
     """
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return memory of the host, as a tensor of bytes."""
 
     def to_host(self, pairs: Pairs) -> Arrival:
-        """Begin to copy to the host, after everything that this thread has given the device so far."""
+        """Begin to copy to the host, after all work that this thread has queued on the device."""
 
     def to_device(self, pairs: Pairs) -> Arrival:
         """Begin to copy to the device."""

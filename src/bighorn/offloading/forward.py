@@ -16,7 +16,7 @@ def users(model: nn.Module) -> Iterator[tuple[nn.Module, list[Tensor]]]:
     """The modules of a model, each with the parameters that its `forward` is taken to use.
 
     An outermost element of a ModuleList, ModuleDict or Sequential uses all parameters inside it, as a module of torch
-    such as MultiheadAttention uses those of its children. All other modules use their own parameters, and the model
+    such as MultiheadAttention uses its children's parameters. All other modules use their own parameters, and the model
     uses all that are in no element.
     """
     outside: dict[Tensor, None] = {}

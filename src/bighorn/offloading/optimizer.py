@@ -40,7 +40,7 @@ BESIDE = {
 class OffloadedOptimizer(Optimizer):
     """The optimizer that `offload` returns. Its groups and its `state` have the model's parameters as keys.
 
-    Any attribute that it does not have, such as `telemetry`, is that of the optimizer that was passed.
+    Any attribute that it does not have, such as `telemetry`, is taken from the optimizer that was passed.
 
     Attributes:
         optimizer: The optimizer that was passed, which steps the host's parameters.
@@ -164,7 +164,7 @@ class OffloadedOptimizer(Optimizer):
         """Take one step with the gradients that `backward()` has sent.
 
         If Ctrl-C (KeyboardInterrupt) leaves this method, the step was either not taken, and the gradients are kept, or
-        it was taken for all parameters, and the next call of any method says so in a RuntimeWarning. Call `step()`
+        it was taken for all parameters, and the next call of any method raises a RuntimeWarning about it. Call `step()`
         again to have it taken in any case, and never twice; call `zero_grad()` to forget gradients that are kept.
 
         Args:
@@ -262,8 +262,8 @@ class OffloadedOptimizer(Optimizer):
         """Copy the weights from the device to the host.
 
         A step notices by itself that a program has written weights in place, or has assigned to `param.data`. It does
-        not notice a write into `param.data`, as that of many averages of weights (`param.data.copy_(average)`), or
-        through a pointer, as those of NumPy and of kernels: torch does not count these.
+        not notice a write into `param.data`, as by many averages of weights (`param.data.copy_(average)`), or through a
+        pointer, as by NumPy and kernels: torch does not count such writes.
         """
         self._end_last_step()
         for param in self._setup.params:
@@ -364,7 +364,7 @@ class OffloadedOptimizer(Optimizer):
         step = self._current
         step.send_numbers(grad_scale, found_inf)
         self._read_written([param for param in self._setup.params if param in step.bucket_of])
-        # Noted before it is queued, so that the next call finds the job wherever Ctrl-C comes.
+        # Noted before it is queued, so that the next call finds the job after Ctrl-C at any point.
         job = step.job = step.new_job()
         try:
             self._worker.jobs.put(job)

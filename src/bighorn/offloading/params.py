@@ -155,7 +155,7 @@ def _offloaded(
 
 
 def slots(likes: Sequence[Tensor], dtypes: Sequence[torch.dtype], copies: Copies) -> list[Tensor]:
-    """Return a tensor of the host's memory for each of these, in a few slabs, with the strides of its elements."""
+    """Return a tensor of the host's memory for each tensor, in a few slabs, with the strides of its elements."""
     sizes = [padded(like.numel() * dtype.itemsize) for like, dtype in zip(likes, dtypes, strict=True)]
     slabs: list[list[int]] = []
     for size in sizes:
@@ -192,7 +192,7 @@ def load_with_masters(
 ) -> None:
     """Load a `state_dict` into an optimizer, and the masters in it into the host's parameters.
 
-    Without masters in it, those of the weights that are loaded into the model are used.
+    If it has no masters, they start as the weights that are loaded into the model.
     """
     if all(param.master is None for param in params) or "state" not in state_dict:
         load(state_dict)
@@ -223,7 +223,7 @@ class SharedOptions:
     def exchange(self) -> None:
         """Give the optimizer the options that a program has written, and show those that the optimizer has changed.
 
-        A tensor is always given, since a program may write into it; its values are those of the program.
+        A tensor is always given, since a program may write into it; the program's value counts.
         """
         for outer, inner, seen in zip(self._groups, self._optimizer.param_groups, self._seen, strict=True):
             for name in seen.keys() - outer.keys():

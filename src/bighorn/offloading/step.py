@@ -1,7 +1,7 @@
 """One step of an offloaded optimizer, from the first gradient that leaves the device to the last weight that returns.
 
 In the thread of the training loop, `add` puts gradients into buckets, which are sent to the host as they fill, `close`
-sends the last one, and `send_numbers` sends what a clip and a scaler know of all gradients. In the stepping thread,
+sends the last one, and `send_numbers` sends the numbers that a clip and a scaler need. In the stepping thread,
 `run` waits for one part of the buckets after the other, steps it, and sends its new weights. `wait` ends the step.
 """
 
@@ -91,7 +91,7 @@ class OffloadedStep:
     """The whole state of one step; the next step is another object.
 
     An interrupt (Ctrl-C) can come between any two instructions of the training loop's thread. That thread changes the
-    state so that whatever an interrupt leaves is either finished or forgotten by the next call.
+    state so that the next call either finishes or forgets what an interrupt leaves.
 
     Args:
         setup: What all steps have in common.
@@ -151,7 +151,7 @@ class OffloadedStep:
         self._open, self._open_bytes = [], 0
 
     def _measure(self, params: list[OffloadedParam], grads: list[Tensor]) -> None:
-        """Compute on the device what a clip or a scaler needs to know of all gradients before the first is stepped."""
+        """Compute on the device the numbers that a clip or a scaler needs before the first gradient is stepped."""
         setup = self.setup
         if setup.scaler is not None:
             self._peaks += torch._foreach_norm(real(grads), torch.inf)
@@ -184,7 +184,7 @@ class OffloadedStep:
         self._numbers_arrival = self.setup.copies.to_host(pairs) if pairs else None
 
     def _norm(self) -> Tensor | None:
-        """The norm of all gradients; None if no one needs it."""
+        """The norm of all gradients; None if neither a clip nor the optimizer needs it."""
         # In the order of the parameters, so that the sum does not depend on the sizes of buckets.
         found = [self._norms[param] for param in self.setup.params if param in self._norms]
         if not found:
@@ -232,7 +232,7 @@ class OffloadedStep:
         parts = step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets)
         clips_itself = isinstance(optimizer, BighornOptimizer)
         if not clips_itself and isinstance(optimizer, StepsInParts):
-            parts = [self.buckets]  # since it does not say when a part has taken the step
+            parts = [self.buckets]  # since it does not report when a part has taken the step
         params = [[param for bucket in part for param in bucket.params] for part in parts]
         hosts = [[param.host for param in part] for part in params]
 
@@ -256,7 +256,7 @@ class OffloadedStep:
             scaler.pop("norm", None)
             vars(optimizer).update(scaler)
             try:
-                # The numbers arrive later than the checks end, which need none.
+                # The checks need no numbers, and end before they arrive.
                 square_sum = self._square_sum if "norm" in self._numbers else None
                 optimizer.step_in_parts(hosts, wait, stepped, square_sum)
             finally:
@@ -304,7 +304,7 @@ class OffloadedStep:
         return bool(self.in_doubt) or any(bucket.weights is not None for bucket in self.buckets)
 
     def describe_failure(self) -> str:
-        """Return what has happened when an error came after parameters had been written, and the remedies."""
+        """Describe an error that came after parameters had been written, with the remedies."""
         done = [param.label for bucket in self.buckets if bucket.weights is not None for param in bucket.params]
         doubt = [param.label for param in self.in_doubt]
         text = f"{len(done)} of {len(self.setup.params)} parameters have taken the step{in_brackets(done)}"
@@ -319,8 +319,8 @@ class OffloadedStep:
 def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
     """Divide the buckets of a step into parts: one bucket, then more and more, then fewer, and one at the end.
 
-    Fewer parts take less time. But the new weights of the first part are the first that travel, and those of the last
-    travel when all arithmetic has ended.
+    Fewer parts take less time. But the first part's new weights are the first that travel, and the last part's travel
+    when all arithmetic has ended.
     """
     parts: list[list[TransferBucket]] = []
     done, left = 0, len(buckets)
@@ -332,7 +332,7 @@ def step_parts(buckets: list[TransferBucket]) -> list[list[TransferBucket]]:
 
 
 def real(grads: list[Tensor]) -> list[Tensor]:
-    """Return gradients as real numbers, those of complex parameters as pairs, and 0 for those without elements."""
+    """Return gradients as real numbers: complex ones as pairs, and 0 for empty ones."""
     reals = [torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad for grad in grads]
     return [grad if grad.numel() else grad.new_zeros(1) for grad in reals]
 

@@ -32,7 +32,7 @@ class Latch:
         self._is_set = False
 
     def set(self) -> None:
-        """Let every thread pass that waits now or later."""
+        """Release every thread that waits now or later."""
         if not self._is_set:
             self._is_set = True
             self._lock.release()
@@ -55,7 +55,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
 
     def _claim(self, by: str) -> bool:
-        """Whether this thread decides about the job: one atomic operation, which answers the same if repeated."""
+        """Whether this thread decides about the job: one atomic operation, which gives the same result if repeated."""
         return self._claims.setdefault("by", by) == by
 
     def run(self) -> None:
@@ -131,7 +131,7 @@ class Worker:
             )
 
     def _settle(self) -> None:
-        torch.get_num_threads()  # which makes torch give the thread the common number, and not do so later
+        torch.get_num_threads()  # makes torch set the common number now, and not later
         torch.set_num_threads(self.threads)
         if self.cpus:
             with contextlib.suppress(OSError):

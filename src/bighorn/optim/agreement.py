@@ -62,9 +62,9 @@ def _described(entries: list[Entry], groups: list[Group], options: list[str]) ->
 
 
 def described_option(value: object) -> str:
-    """The repr of an option, of a tensor without its device, which is another one on each rank.
+    """The repr of an option; a tensor's leaves out its device, which differs between ranks.
 
-    On other devices than the CPU, the value is left out as well: the host would wait for it.
+    On devices other than the CPU, the value is left out as well: the host would wait for it.
     """
     if not isinstance(value, Tensor):
         return repr(value)

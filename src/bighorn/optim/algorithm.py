@@ -37,7 +37,7 @@ SHARED: Mapping[str, Check] = {
 
 
 class Variant(NamedTuple):
-    """The options that hold for a bucket: those of its group, less what exclusions and shapes take away."""
+    """The options that hold for a bucket: its group's, without any that exclusions or shapes switch off."""
 
     group: int
     decays: bool

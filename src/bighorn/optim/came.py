@@ -233,7 +233,7 @@ class Came(KernelOptimizer):
         Args:
             name: The preset; `bighorn.CAME_PRESETS` lists them.
             params: Parameters in any form that `Came` takes.
-            **overrides: Options of `Came`, which override those of the preset.
+            **overrides: Options of `Came`, which override the preset's.
 
         Raises:
             TypeError: As for `Came`.

@@ -1,7 +1,6 @@
 """Gradient centralization, before a step of any backend: gradients without the means of their rows.
 
-A row is what one index of dim 0 selects, in a stacked parameter of each slice. A norm for clipping is that of the
-gradients themselves.
+One index of dim 0, of each slice in a stacked parameter, selects a row. Norms for clipping are taken before centring.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class Format:
         marks: Keys that all groups have; together with the order of the formats, they identify the format.
         bare: Whether groups that have other options are of another format.
         where: The marks that identify the format by their value as well, with that value.
-        evidence: Whether the state of a parameter shows the format. If given, that of one parameter must.
+        evidence: Whether the state of a parameter shows the format. If given, at least one parameter's must.
         becomes: Options that have other names here, each with a function from its value to the options here.
         joined: Options that are several keys there, in their order.
         refused: Options that have no counterpart if they are on or off, each with the remedy.
         left_out: Keys that affect how the optimizer computes, but not the result.
-        implied: Options that the groups do not have, with the values for which our steps equal those of the optimizer.
+        implied: Options that the groups do not have, with the values for which our steps equal the optimizer's.
         adds: Options that follow from the shapes of the state.
         state_left_out: Entries of the state that nothing depends on.
         uncounted: Entries of the state that have other names here, in a format that counts no steps.

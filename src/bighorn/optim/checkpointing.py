@@ -59,10 +59,10 @@ def check_structure(state_dict: object) -> None:
 def converted(
     state_dict: dict[str, Any], algorithm: str, current: Iterable[Group], max_grad_norm: float | None
 ) -> dict[str, Any]:
-    """Return a checkpoint in our format. That of another optimizer is converted, with a warning that describes how.
+    """Return a checkpoint in our format. Another optimizer's is converted, with a warning that describes how.
 
     An option that the checkpoint does not hold keeps its constructed value; no checkpoint holds options of the whole
-    optimizer. The warning names each option that makes the next steps differ from those of the other optimizer.
+    optimizer. The warning names each option that makes the next steps differ from the other optimizer's.
 
     Args:
         state_dict: A dict with `state` and `param_groups`.

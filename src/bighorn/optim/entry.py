@@ -41,7 +41,7 @@ class Entry:
     leading: int = 0
     """The number of leading dims that must be outermost in memory, since kernels split the tensor along them."""
     symmetric: bool = False
-    """Whether the step of a matrix is that of its transpose, with the averages of rows and columns exchanged."""
+    """Whether a matrix and its transpose have the same step, with the averages of rows and columns exchanged."""
     fragment: FlatView | None = None
     """The part of `param` that is stepped, if that is a flat tensor."""
     state_parts: Mapping[str, FlatView] = field(default_factory=dict)
@@ -136,10 +136,10 @@ class Entry:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def expect(self, grad: Tensor, copies: bool = True) -> None:
-        """Prepare for gradients of the kind of this one, of all of `param` on this rank.
+        """Prepare for gradients like this one, of all of `param` on this rank.
 
-        Those in another memory order than `dense`, or in float64 beside narrower weights, are copied, but not those of
-        wrappers, which may not allow it.
+        Gradients in another memory order than `dense`, or in float64 beside narrower weights, are copied. Gradients of
+        wrappers are not, since they may not allow it.
         """
         self.views = []
         if grad.is_complex() or grad.is_neg():

@@ -200,7 +200,7 @@ class Lamb(KernelOptimizer):
         Args:
             name: The preset; `bighorn.PRESETS` lists them.
             params: Parameters in any form that `Lamb` takes.
-            **overrides: Options of `Lamb`, which override those of the preset.
+            **overrides: Options of `Lamb`, which override the preset's.
 
         Raises:
             TypeError: As for `Lamb`.

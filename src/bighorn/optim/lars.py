@@ -144,7 +144,7 @@ class Lars(KernelOptimizer):
         Args:
             name: The preset; `bighorn.LARS_PRESETS` lists them.
             params: Parameters in any form that `Lars` takes.
-            **overrides: Options of `Lars`, which override those of the preset.
+            **overrides: Options of `Lars`, which override the preset's.
 
         Raises:
             TypeError: As for `Lars`.

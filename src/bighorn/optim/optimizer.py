@@ -465,7 +465,8 @@ class KernelOptimizer(Reports):
     ) -> tuple[ScheduleStep, list[StepPlan], bool]:
         """Return the options of a step, unless it has begun already, a plan for each of its parts, and `fresh`.
 
-        That is whether the learning rates are 0 and a parameter gets its state now, as in a step that only creates it.
+        `fresh` is whether the learning rates are 0 and a parameter gets its state now, as in a step that only creates
+        it.
 
 
         Every error that does not depend on the values of gradients is raised here, and leaves everything unchanged.
@@ -562,7 +563,7 @@ class KernelOptimizer(Reports):
         Checkpoints of torch's Adam and AdamW, timm's Lamb, apex's FusedLAMB and came-pytorch's CAME are converted, with
         a `ConvertedStateWarning` that describes how.
 
-        The names of the parameters stay those of the model. If the checkpoint has the same names, each parameter gets
+        The parameters keep the model's names. If the checkpoint has the same names, each parameter gets
         the state of its name. Otherwise state is loaded by position, as torch does, with a warning if names differ.
 
         Args:

@@ -23,7 +23,7 @@ from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
 
 LABELS = ("params", "param_names", "name")
-"""Keys that are not options: those of torch, and the label that users give a group."""
+"""Keys that are not options: torch's own, and the label that users give a group."""
 
 COUNT = "schedule_step"
 """The key of the schedule step in a group: the number of `step()` calls that schedules are computed from."""
@@ -223,7 +223,7 @@ def check_parameter(name: object, param: object, *, stacked: bool) -> None:
 
 
 def _checked_names(names: object, count: int, prefix: str) -> list[str]:
-    """Return names without those of wrappers. Raise unless there is one for each parameter, and all are different.
+    """Return names without wrappers' prefixes. Raise unless there is one for each parameter, and all are different.
 
     Messages about a parameter, and its random bits, depend on its name. Groups may hold several models with equal
     names.
@@ -243,7 +243,7 @@ def _checked_names(names: object, count: int, prefix: str) -> list[str]:
 
 
 def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], settings: Settings | None) -> Group:
-    """Return a group of a checkpoint, checked; names, and options that it does not have, are those of `current`.
+    """Return a group of a checkpoint, checked; names, and options that it lacks, come from `current`.
 
     Raises:
         ValueError: It is of a newer format, or holds a key or an option that cannot be used.

@@ -35,7 +35,7 @@ EXCHANGED = {
     for of in ("sq", "res")
     for line, other in (("row", "col"), ("col", "row"))
 }
-"""The averages of a matrix by those of its transpose."""
+"""The names of a matrix's averages by their names in its transpose."""
 
 
 def build(
@@ -52,7 +52,7 @@ def build(
     Args:
         params: The parameters that take part, in the optimizer's order; some may be flat tensors.
         grads: Their gradients, or tensors like the expected gradients; the plan is bound to them.
-        entries: The entries of the parameters, or of those in flat tensors.
+        entries: The entries of the parameters, or of the parameters in flat tensors.
         options: The options of each variant.
         options_version: The version of these options.
         init_state: The function that makes or checks the state of a parameter.
@@ -78,7 +78,7 @@ def build(
 
 
 class PlanBuilder:
-    """The parts of a plan while entries are added; its arguments are those of `build`."""
+    """The parts of a plan while entries are added; its arguments are as for `build`."""
 
     def __init__(self, options: dict[Variant, Any], init_state: InitState, backend: str) -> None:
         self.options, self.init_state, self.backend = options, init_state, backend

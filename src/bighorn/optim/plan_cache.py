@@ -117,7 +117,7 @@ class PlanCache:
     """All parameters at the last step in parts, by their `id`."""
 
     def begin_parts(self, params: list[Tensor]) -> None:
-        """Drop all plans if the optimizer's parameters have other places now: those of a part do not show that."""
+        """Drop all plans if the optimizer's parameters have other places now, which a part's parameters do not show."""
         order = tuple(map(id, params))
         if order != self._order:
             self._plans.clear()
@@ -183,7 +183,7 @@ class GuardInputs(NamedTuple):
 class PlanGuards:
     """The guards of a plan: the kinds of all tensors, and the addresses of parameters and state, must not change.
 
-    Gradients may move, and may be missing. If only parameters have moved, or gradients have become of other kinds, the
+    Gradients may move, and may be missing. If only parameters have moved, or gradients have changed their kinds, the
     guards can be renewed.
     """
 

@@ -35,7 +35,7 @@ def replaced(group: Group, given: GivenParams) -> bool:
 
 
 def _flattened(group: Group, given: GivenParams, known: set[int]) -> bool:
-    """Whether plain tensors of one dim are in place of other shapes; `known` has ids of all given parameters."""
+    """Whether plain tensors of one dim have replaced other shapes; `known` has ids of all given parameters."""
     params: Sequence[Tensor] = group["params"]
     flat = all(type(param) in PLAIN and param.dim() == 1 and id(param) not in known for param in params)
     return flat and [param.shape for param in params] != [param.shape for param in given]
@@ -84,7 +84,7 @@ def adopted(
     """Return the parameters in the flat tensor that has replaced a group's; None if others of their kind have.
 
     Raises:
-        ValueError: No map says what the flat tensor holds, or it cannot be optimized.
+        ValueError: There is no map of what the flat tensor holds, or it cannot be optimized.
     """
     params = all_given[index]
     if not _flattened(group, params, {id(param) for given in all_given for param in given}):

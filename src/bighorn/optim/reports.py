@@ -192,7 +192,7 @@ def _distinct(labels: Iterable[str]) -> tuple[str, ...]:
 
 
 def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledOptions], settings: Settings) -> str:
-    """Return the constructor with the options that are not its defaults: those of the optimizer, then of each group."""
+    """Return the constructor with the options that are not its defaults: first the optimizer's, then each group's."""
     base = next(each for each in kind.__mro__ if "algorithm" in vars(each))
     defaults = {name: parameter.default for name, parameter in inspect.signature(base).parameters.items()}
     defaults |= base.algorithm.group_only  # type: ignore[attr-defined]  # found by this attribute
@@ -213,7 +213,7 @@ def tensor_count(tensors: Sequence[Tensor]) -> str:
 
 
 def _short(value: object) -> str:
-    """The repr, without the values of a tensor on a device, for which the host would wait, and of a model its class."""
+    """A short repr: a model's class, and no values of a tensor on a device, for which the host would wait."""
     if isinstance(value, nn.Module):
         return type(value).__name__
     far = isinstance(value, Tensor) and value.device.type != "cpu"

@@ -55,7 +55,7 @@ class StateTensorSpec:
         dtype: The dtype of the tensor.
         dims: The parameter's dims that the tensor has, in order.
         block: The elements of a row that share one element of the tensor: `codec.BLOCK` for scales, 2 for packed codes.
-            `dims` are then those that count rows, and a further dim is that of the blocks of a row. Default: None: each
+            `dims` then count rows, and a further dim counts the blocks of a row. Default: None: each
             element has its own.
         numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
     """
@@ -167,10 +167,10 @@ def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
 
 
 def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: torch.Size, what: str) -> dict[str, Any]:
-    """Return a state whose moments are in blocks exactly if `spec` requires it, whatever dtype they were saved in.
+    """Return a state whose moments are in blocks exactly if `spec` requires it, from any saved dtype.
 
     The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not. Blocks in other rows,
-    as those of tensors of several matrices once were, are encoded anew.
+    as earlier versions wrote for tensors of several matrices, are encoded anew.
 
     Aux state that `spec` does not have is dropped.
 

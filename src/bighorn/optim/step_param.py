@@ -28,8 +28,8 @@ def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group
     """Whether a trainer's hook, which passes a group, has a gradient to step with; end the last step if need be.
 
     Such trainers may never call `step()`, so that a parameter's second gradient is the sign that a new step begins: one
-    that was not used in the last step, and comes first in this one, still joins the last. Autograd's graph task ids
-    would tell, but reentrant checkpoints, which sd-scripts uses, have several of them in one backward.
+    that was not used in the last step, and comes first in this one, still joins the last. Autograd's graph task ids are
+    no better sign, since reentrant checkpoints, which sd-scripts uses, have several of them in one backward.
 
     Raises:
         TypeError: The group is not a dict.

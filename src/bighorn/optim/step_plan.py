@@ -65,7 +65,7 @@ class BucketPlan:
 
     @cached_property
     def select(self) -> Callable[[list[Any]], list[Any]]:
-        """A function of values of all parameters of the plan that returns those of the entries."""
+        """A function from the values of all parameters of the plan to the values of the entries."""
         indices = [entry.index for entry in self.entries]
         if len(indices) == 1:
             return lambda values: [values[indices[0]]]
@@ -140,7 +140,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """Everything about a step of some parameters that stays the same until one of them moves."""
+    """The reusable part of a step, valid until a parameter's storage changes."""
 
     buckets: list[BucketPlan]
     kernels: list[Launch]
@@ -173,7 +173,7 @@ class StepPlan:
             bucket_plan.bind(grads, missing, addresses)
 
     def refresh(self, shards: list[Tensor], grads: list[Tensor | None], present: list[bool]) -> None:
-        """Bind this step's gradients, after parameters have moved, or gradients have become of other kinds."""
+        """Bind this step's gradients, after parameters moved or gradients changed their kinds."""
         for bucket_plan in self.buckets:
             bucket_plan.refresh(shards, grads)
         self.bind(grads, present)
@@ -271,7 +271,7 @@ def scale_and_mask(
     mask = None if found_inf is None else (found_inf == 0).reshape(())
     if settings.needs_all_grads:
         total = square_sum()
-        # A model may be spread over devices: the scaler's is not always that of the first gradient.
+        # A model may be spread over devices: the scaler's may differ from the first gradient's.
         scale, mask = on_device(scale, total.device, total.dtype), on_device(mask, total.device)
         norm = root(total) if grad_scale is None else root(total) * scale
         largest = LARGEST_NORM

@@ -1,4 +1,4 @@
-"""Policies for the loss scale: pure transitions from the state of one step to that of the next."""
+"""Policies for the loss scale: pure transitions from one step's state to the next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CHECKS: Mapping[str, Check] = {
 
 @dataclass(frozen=True)
 class ScalePolicy(ABC):
-    """An initial scale, and a pure transition from the state of one step to that of the next."""
+    """An initial scale, and a pure transition from one step's state to the next."""
 
     CHECKS: ClassVar[Mapping[str, Check]] = CHECKS
 

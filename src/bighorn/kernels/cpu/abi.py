@@ -12,10 +12,9 @@ from typing import Any, get_args, get_type_hints
 from bighorn.kernels import options
 
 VERSION = 1800741328
-"""The checksum of the fields that this package knows, without those of options, which are those of their classes.
+"""The checksum of the known fields, without option structs, which are generated from the option classes.
 
-A library with other fields would read and write at wrong addresses. Whoever changes other structures of abi.h changes
-it.
+A library with other fields would read and write at wrong addresses. Change it with the other structures of abi.h.
 """
 
 POINTER = ctypes.c_void_p
@@ -73,7 +72,7 @@ def conversions_of(kind: Any) -> dict[str, Callable[[Any], Any]]:
 
 C_TYPES: Mapping[Any, str] = {float: "double", options.c_bounds: "Pair", ctypes.c_uint64: "uint64_t"}
 C_TUPLES = {2: "Pair", 3: "Triple"}
-"""The types of options in C: by their conversions, those of tuples by their lengths; all others are int32_t."""
+"""The types of options in C by their conversions, for tuples by their lengths; all other options are int32_t."""
 
 
 def c_fields(kind: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
 
 SUMS = 2
-"""The sums over each row that the library needs: those of LayerSums in csrc/layerwise.h."""
+"""The sums over each row that the library needs, as LayerSums in csrc/layerwise.h."""
 
 
 class LayerwiseStepper(Stepper[Options]):
@@ -32,7 +32,7 @@ class LayerwiseStepper(Stepper[Options]):
 
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
-        """See `Stepper.unsupported_reason`; moments in blocks are served where an optimizer says so."""
+        """See `Stepper.unsupported_reason`; moments in blocks are served if an optimizer allows it."""
         del shard
         return unsupported_reason(param) or (NO_BLOCKS if options.blocks else None)
 

@@ -39,7 +39,8 @@ TEAMS = (
         "global_thread_num": "__kmpc_global_thread_num",
     },
 )
-"""What starts a team in OpenMP runtimes, by the fields of RunConfig: GNU's functions; LLVM's and Intel's."""
+"""The functions of OpenMP runtimes that start a team, by the fields of RunConfig: GNU's functions; LLVM's and
+Intel's."""
 NUMBERS = {"thread_num": "omp_get_thread_num", "num_threads": "omp_get_num_threads"}
 
 
@@ -92,7 +93,7 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
 
 
 def runtime() -> ctypes.CDLL | None:
-    """Return what has the functions of torch's OpenMP runtime: the process, or on Windows a library that it loaded."""
+    """Return the library with torch's OpenMP runtime: the process, or on Windows a DLL that it loaded."""
     if sys.platform == "win32":
         find = ctypes.WinDLL("kernel32").GetModuleHandleW
         find.argtypes, find.restype = [ctypes.c_wchar_p], ctypes.c_void_p

@@ -74,7 +74,7 @@ class Stepper(Generic[Options]):
         return unsupported_reason(param)
 
     def refresh(self) -> None:
-        """Update the tables, after parameters have moved, or gradients have become of other dtypes."""
+        """Update the tables, after parameters moved or gradients changed their dtypes."""
         with self.lock:
             addresses = array("Q", [x.data_ptr() for bucket in self.buckets for x in bucket.params])
             if addresses:
@@ -120,7 +120,7 @@ class Stepper(Generic[Options]):
         """Allocate memory for this number of threads, if an algorithm needs any."""
 
     def take(self) -> Bound:
-        """Return what `prepare` has bound, and let go of it."""
+        """Return and release what `prepare` has bound."""
         bound, self.bound = self.bound, None
         if bound is None:
             raise RuntimeError(RACE)

@@ -1,6 +1,6 @@
 /* One tensor's step of an optimizer whose second moment is factored into averages of rows and of columns, as factored.c
- * (schedule), factored_shards.c, factored_averages.c and factored_loops.c share it. Symbols are those of
- * arXiv:2307.02047v2, Algorithm 2; those of the second moment are Adafactor's. */
+ * (schedule), factored_shards.c, factored_averages.c and factored_loops.c share it. Symbols follow arXiv:2307.02047v2,
+ Algorithm 2, and Adafactor for the second moment. */
 #ifndef BIGHORN_FACTORED_JOB_H
 #define BIGHORN_FACTORED_JOB_H
 
@@ -64,7 +64,7 @@ typedef struct {
 /* The buffer of one of the pieces of a gradient that a loop reads together. */
 typedef float FactoredGradBuffer[PIECE_ELEMS];
 
-/* A thread's buffers; those of columns are behind this structure. They are in the workspace, because a thread of Python
+/* A thread's buffers; column buffers are behind this structure. They are in the workspace, because a thread of Python
  * can have a stack of only 64 KB. */
 typedef struct {
     FactoredColumns columns;
@@ -73,7 +73,7 @@ typedef struct {
     float weights[INTERLEAVED_ROWS][PIECE_ELEMS], momenta[INTERLEAVED_ROWS][PIECE_ELEMS];
 } FactoredScratch;
 
-/* One tensor's step, without what is the optimizer's own. */
+/* One tensor's step, without the optimizer's own part. */
 typedef struct {
     const FactoredRow *row;
     const FactoredShard *shard; /* NULL: the tensor is whole */

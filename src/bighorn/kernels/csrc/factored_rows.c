@@ -33,7 +33,7 @@ static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shar
     return needs;
 }
 
-/* Returns the doubles of workspace that a step of any of these rows needs with this number of threads. */
+/* Returns the doubles of workspace that a step of any selection of rows needs with this number of threads. */
 EXPORT int64_t bighorn_factored_workspace(const FactoredRow *rows, const FactoredShard *shards,
                                           const Gradient *gradients, int64_t count, int threads) {
     const FactoredNeeds needs = needs_of(rows, shards, gradients, NULL, count);

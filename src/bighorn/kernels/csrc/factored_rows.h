@@ -15,7 +15,7 @@ typedef struct {
     RunBarrier barrier;
 } FactoredStep;
 
-/* Return the doubles of a thread's buffers, and those of workspace, for one tensor; `shard` is NULL if it is whole. */
+/* Return the doubles of a thread's buffers, and of workspace, for one tensor; `shard` is NULL if it is whole. */
 int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard);
 int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard);
 

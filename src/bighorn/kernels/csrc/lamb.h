@@ -1,5 +1,5 @@
 /* The interface between lamb.c (schedule, trust ratio) and lamb_loops.c and lamb_blocks.c (arithmetic, once per
- * instruction set). Symbols are those of arXiv:1904.00962v5, Algorithm 2. */
+ * instruction set). Symbols follow arXiv:1904.00962v5, Algorithm 2. */
 #ifndef BIGHORN_LAMB_H
 #define BIGHORN_LAMB_H
 

@@ -169,7 +169,7 @@ static inline LaneWords block_dither(const LambQuantBlock *block, const LambFloa
     return counted(f.dither + (uint32_t)block->start * DITHER_STRIDE, DITHER_STRIDE);
 }
 
-/* Stores the codes of v, replaces v by the numbers that these stand for, and m by its ratio to the root of v. */
+/* Stores the codes of v, replaces v by the numbers that they stand for, and m by its ratio to the root of v. */
 static void divide(LambQuantBlock *block, const LambFloats f) {
     const float v_root_unit = sqrtf(block->v_scale.unit);
     LaneWords dither = block_dither(block, f), top = {0};
@@ -185,7 +185,7 @@ static void divide(LambQuantBlock *block, const LambFloats f) {
     block->m_scale = new_scale(CODEC_INT4, largest(top));
 }
 
-/* Stores the moments' codes, and computes u from the numbers that these stand for. */
+/* Stores the moments' codes, and computes u from the numbers that they stand for. */
 FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, LambQuantBlock *block,
                                      const LambFloats f, LambLaneSums *sums) {
     const CodecScale m_scale = block->m_scale, v_scale = block->v_scale;

@@ -100,7 +100,7 @@ static inline float *widen(const void *data, int type, int64_t start, int n, flo
     return buffer;
 }
 
-/* Stores values, rounded to the nearest; those of float32 are in `data` already. */
+/* Stores values, rounded to the nearest; float32 values are in `data` already. */
 static inline void narrow(const float *restrict values, int n, void *data, int type, int64_t start) {
     uint16_t *restrict half = (uint16_t *)data + start;
     if (type == FLOAT32) return;

@@ -88,7 +88,7 @@ FORCE_INLINE_TEMPLATE uint32_t with_8_bits(const int type, float value) {
     return (to_bits(value + raised(type, value)) + (1u << (unit - 1))) & (0xffffffffu << unit);
 }
 
-/* Rounds a value to the half from which its `bits` by `with_8_bits` are -128 to 127 units: up, where both are as near.
+/* Rounds a value to the half from which its `bits` (`with_8_bits`) are -128 to 127 units: up in a tie.
  */
 FORCE_INLINE_TEMPLATE uint16_t to_half_below(const int type, float value, uint32_t bits) {
     const int dropped = dropped_bits(type);
@@ -97,7 +97,7 @@ FORCE_INLINE_TEMPLATE uint16_t to_half_below(const int type, float value, uint32
     return to_half(type, is_finite(value) ? near : value);
 }
 
-/* Returns the units from `near` to a value whose bits are by `with_8_bits`. */
+/* Returns the units from `near` to a value, given its bits from `with_8_bits`. */
 FORCE_INLINE_TEMPLATE int8_t lost_units(const int type, float value, uint32_t bits, float near) {
     float shift = raised(type, near), kept = from_bits(bits) - raised(type, value);
     int32_t lost = (int32_t)(to_bits(kept + shift) - to_bits(near + shift)) >> (dropped_bits(type) - 8);
@@ -105,8 +105,8 @@ FORCE_INLINE_TEMPLATE int8_t lost_units(const int type, float value, uint32_t bi
     return (int8_t)(is_finite(near) ? lost : 0);
 }
 
-/* A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN, so the
- * compensation of 0 is ignored. */
+/* A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below 0's are NaN, so the
+ compensation of 0 is ignored. */
 FORCE_INLINE_TEMPLATE float with_lost_bits(const int type, float near, int16_t lost) {
     float shift = raised(type, near);
     return from_bits(to_bits(near + shift) + (uint32_t)(near + shift == 0 ? 0 : lost)) - shift;
@@ -164,7 +164,7 @@ FORCE_INLINE_TEMPLATE void write_halves(const int type, const Weights *w, uint32
     }
 }
 
-/* Reads weights of another type than that of the arithmetic. */
+/* Reads weights of another type than the arithmetic's. */
 static inline void read_stored(const Weights *w, const void *x, int64_t start, int n, float *buffer) {
     if (w->rounding == ROUND_NEAREST || w->rounding == ROUND_STOCHASTIC) widen(x, w->type, 0, n, buffer);
     else if (w->type == BFLOAT16) read_halves(BFLOAT16, w, x, start, n, buffer);

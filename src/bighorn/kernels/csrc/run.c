@@ -104,7 +104,7 @@ static void enter_task(int32_t *thread, int32_t *thread_of_team, void *argument)
     enter(argument);
 }
 
-/* The ident_t of those runtimes: who calls, and from where. */
+/* The ident_t of LLVM's and Intel's runtimes, which describes the call. */
 static const struct {
     int32_t reserved_1, flags, reserved_2, reserved_3;
     const char *source;
@@ -124,7 +124,7 @@ void run_parallel(const RunConfig *run, int64_t elements, RunBody *body, void *d
     }
 }
 
-/* Sleeps in the kernel while the value is this one. It can return before; macOS only lets others run. */
+/* Sleeps in the kernel while the value is this one. It can return early; macOS only yields to other threads. */
 static inline void sleep_on(atomic_int *value, int present) {
 #if defined(__linux__)
     syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, present, NULL, NULL, 0);

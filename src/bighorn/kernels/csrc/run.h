@@ -41,7 +41,7 @@ static inline int64_t share_of(int64_t count, int64_t part, int64_t parts) { ret
 typedef struct {
     const int64_t *order; /* the indices of the rows that take part, largest row first */
     const Gradient *gradients;
-    int64_t count; /* of them */
+    int64_t count; /* of rows in `order` */
     /* All threads share a row of more elements than this, or one that would keep a thread busy when the others have
      * finished all that follow it; one thread gets any other row. */
     int64_t shared_min_elems;
@@ -50,7 +50,7 @@ typedef struct {
 
 /* One thread's share of one row. */
 typedef struct {
-    int thread, team; /* the thread, among those of the call */
+    int thread, team; /* the thread's index, and the number of threads */
     int part, parts;  /* 0 of 1 for a row that one thread steps */
     int64_t turn;     /* the number of shared rows before: rows can alternate between two sets of memory */
 } RowShare;

@@ -44,7 +44,7 @@ from bighorn.kernels.rounding import (
 from bighorn.square_sums import square_sums
 
 GROUP_BYTES = 1 << 30
-"""The temporaries of a group beside those of its largest tensor: a larger model is stepped in several groups."""
+"""The bytes of a group's temporaries, its largest tensor's apart: a larger model is stepped in several groups."""
 
 CACHED_BYTES = 1 << 24
 """The same on a CPU, whose cache holds them; calls cost it little."""
@@ -180,7 +180,7 @@ class Group(Generic[Options]):
         return self.blocks.parts(from_codes(codes.unsqueeze(1), scales, self._form(name)).squeeze(1), self.x)
 
     def store(self, name: str, values: list[Tensor], t: Tensor, apply_mask: Tensor | None) -> list[Tensor]:
-        """Store a moment, and return the values as they are stored; those that were given are no longer there."""
+        """Store a moment, and return the values as they are stored. The given values are consumed."""
         if not isinstance(values, Parts):
             if values is not self.state[name]:
                 torch._foreach_copy_(self.state[name], values)
@@ -334,7 +334,7 @@ class Parts(list[Tensor]):
         self.whole: Tensor | None = whole
 
     def take(self) -> Tensor:
-        """Return the tensor, whose memory is free when the caller needs it no more."""
+        """Return the tensor, whose memory is freed when the caller drops it."""
         whole, self.whole = self.whole, None
         self.clear()
         assert whole is not None
@@ -374,7 +374,7 @@ class Blocks:
         return Parts(whole, found)
 
     def starts(self, firsts: list[int]) -> Tensor:
-        """Return the position of each block's first element, from those of the tensors' first elements."""
+        """Return the position of each block's first element, from the positions of the tensors' first elements."""
         found = []
         for first, (rows, blocks, size) in zip(firsts, self.sizes, strict=True):
             row = torch.arange(rows, device=self.device) * size + first

@@ -1,6 +1,6 @@
 """CAME as its specification: one tensor at a time, any floating dtype, any device, written for readers.
 
-Symbols are those of Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2,
+Symbols follow Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2,
 Algorithm 2; details that it leaves open follow came-pytorch 0.1.3. The lines tagged `CAME-...` have the same tag in
 every backend. The averages of rows and columns are kept as means, as in came-pytorch, where the paper has sums.
 """

@@ -1,6 +1,6 @@
 """LAMB as its specification: one tensor at a time, any floating dtype, any device, written for readers.
 
-Symbols are those of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+Symbols follow You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
 arXiv:1904.00962v5, Algorithm 2. The lines tagged `LAMB-...` have the same tag in every backend.
 """
 

@@ -1,6 +1,6 @@
 """LARS as its specification: one tensor at a time, any floating dtype, any device, written for readers.
 
-Symbols are those of You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888v3,
+Symbols follow You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", arXiv:1708.03888v3,
 Algorithm 1. The lines tagged `LARS-...` have the same tag in every backend.
 """
 
@@ -44,7 +44,7 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
 
     Args:
         weight_sum: The sum of squares of x.
-        norm_sum: That of the gradient, or of the gradient with its decay for `denominator="joint"`.
+        norm_sum: The same for the gradient, or of the gradient with its decay for `denominator="joint"`.
         options: The options of the bucket.
     """
     o = options

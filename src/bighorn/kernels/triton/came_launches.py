@@ -53,8 +53,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         # 16, int8's codes spill beside random bits (ptxas of CUDA 13.1 and later).
         crowded = min(sizes) == 1 and options.weight_rounding == "stochastic"
         elements = 16 if max(sizes) == 2 and not crowded else 8
-        # Triton spreads codes that are two to a byte over threads by themselves. With more of them than it has of x, a
-        # thread would have those of other elements, and fetch its own from shared memory.
+        # Triton spreads codes that are two to a byte over threads by themselves. A thread with more codes than elements
+        # of x would hold codes of other elements, and fetch its own from shared memory.
         least = max(sizes[:2]) if m == torch.uint8 else min(sizes)
         return {
             **constants_of(x, g, m, options),

@@ -28,7 +28,7 @@ row: Any = columns.RowColumns(
     "ROW_PARTS",  # the first partial sum of its rows, which have one per tile across them
     "COL_PARTS",  # the first partial sum of its columns, which have one per TALL rows
     "FIRST_LINE",  # its lines: rows, then columns, matrix by matrix
-    "NUMEL",  # this and the columns below are those of a shard's whole tensor
+    "NUMEL",  # this column and the ones below describe a shard's whole tensor
     "WHOLE_HEIGHT",
     "WHOLE_WIDTH",
     "LEADS_ROWS",  # 1 if this rank adds the old averages of rows for all that share them

@@ -1,8 +1,7 @@
 """CAME's shards in Triton: the kernels of whole tensors, with sums over all ranks between them.
 
-The sums, and the reason why they are few, are those of the reference (`Averages` in `reference/came.py`). Kernels store
-the averages of rows and columns as lines, one after the other. The arithmetic on lines, for all tensors at once, is
-plain torch in float64.
+`Averages` in `reference/came.py` defines the sums, and why they are few. Kernels store the averages of rows and columns
+as lines, end to end. The arithmetic on lines, for all tensors at once, is plain torch in float64.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class Lines:
     present: Tensor | None = None
 
     def spread(self, lines: Tensor) -> Tensor:
-        """Return lines at their positions among those of all ranks, with 0 for the lines of other ranks."""
+        """Return lines at their positions among all ranks' lines, with 0 for the lines of other ranks."""
         return lines.new_zeros(self.size).index_copy_(0, self.positions, where(self.present, lines[self.here]))
 
     def take(self, lines: Tensor, whole: Tensor) -> None:
-        """Replace this rank's lines by those of all ranks."""
+        """Copy this rank's lines from all ranks' lines."""
         lines[self.here] = whole[self.positions]
 
     def sums_here(self, lines: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     step = LaunchGroup.step
 
     def find_present(self) -> None:
-        """Find the matrices and lines of tensors with a gradient; those of others have values of an earlier step."""
+        """Find the matrices and lines of tensors with a gradient; other lines have values of an earlier step."""
         present = self.present = (self.grads != ABSENT)[self.matrix_to_row] if self.missing else None
         for lines in (self.by_row, self.by_col):
             lines.present = None
@@ -206,7 +205,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return self.by_row.sums_here(self.lines) / self.by_row.per_matrix.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return one number per matrix at the matrix's position among those of all ranks."""
+        """Return one number per matrix at the matrix's position among all ranks' matrices."""
         return values.new_zeros(len(self.by_row.in_all)).index_copy_(0, self.matrices, where(self.present, values))
 
     def over_matrices(self, values: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def store_columns(col_parts, width, values, WIDE: tl.constexpr):
 
 @triton.jit
 def is_split(is_row, SPLIT: tl.constexpr):
-    """Whether the average of a line is split: that of a row if columns are split, and the reverse."""
+    """Whether the average of a line is split: a row's if columns are split, and the reverse."""
     return is_row & (SPLIT == "columns" or SPLIT == "both") | (is_row == 0) & (SPLIT == "rows" or SPLIT == "both")
 
 

@@ -11,7 +11,7 @@ from bighorn.kernels.triton import weight_kernels as weights
 
 CODES = tl.constexpr(codec.BLOCK)
 
-# The bits of the float 64, which codes 128 ("signed") and 256 ("unsigned") would represent, and the bits of these.
+# The bits of the float 64, which codes 128 ("signed") and 256 ("unsigned") would represent, and of both codes.
 SHARE_END = tl.constexpr((127 + 6) << 23)
 SIGNED_END = tl.constexpr((127 + 7) << 23)
 UNSIGNED_END = tl.constexpr((127 + 8) << 23)
@@ -150,7 +150,7 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
     `rng` are the key of random bits, the first element and the offsets, by which some forms are dithered.
     """
     size = magnitude(values)
-    # As integers, the bits of numbers that are not negative are in the order of these, and those of a NaN come last.
+    # As integers, the bits of non-negative floats have the order of the floats, with NaN last.
     scale = common.as_float(tl.max(tl.where(mask, common.as_bits(size), 0), 1))
     scale = tl.where(scale < float("inf"), scale, float("nan"))
     # The inverse of a scale below 2^-128 would be infinite, and a division for each element takes ten instructions.

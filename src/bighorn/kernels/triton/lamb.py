@@ -15,7 +15,7 @@ from bighorn.kernels.triton.tables import Uploads
 
 
 class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
-    """Rows that share compiled kernels, first those of the second pass, which omits rows without a trust ratio."""
+    """Rows that share compiled kernels; rows without a trust ratio come last, since the second pass omits them."""
 
     def __init__(
         self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads

@@ -22,5 +22,5 @@ option: Any = columns.OptionColumns(
     RATIO_HIGH=lambda o: c_bounds(o.trust_ratio_bounds)[1],
 )
 
-# Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE is that of u: lr, its correction, then the trust ratio.
+# Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE multiplies u: lr, its correction, then the trust ratio.
 M_FACTOR, ROOT_EPS, STRIDE = columns.numbered(3, layer.STEP_NUMBER + 1)

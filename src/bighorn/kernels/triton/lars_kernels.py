@@ -86,7 +86,7 @@ def lars_apply(
 
 @triton.jit
 def numbers(option_ptr, factor_ptr):
-    """Return the numbers that the rules take: those of a tensor are stored before the second pass."""
+    """Return the numbers that the rules take; a tensor's own ones are stored before the second pass."""
     return (
         common.number(option_ptr + layout.option.NORM_DECAY),
         common.number(option_ptr + columns.DECAY),

@@ -27,8 +27,8 @@ CHUNK = 8192  # elements per program
 SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 """A number for this version of the kernels and of the layouts of their tables, which every kernel gets as a constant.
 
-Triton's cache on disk does not know the constants that a kernel finds in another module, nor, in 3.3, those of its own:
-without this number, kernels with the columns and sizes of an older version would run after an update.
+Triton's cache on disk ignores the constants that a kernel finds in another module and, in 3.3, in its own. Without this
+number, kernels with the columns and sizes of an older version would run after an update.
 """
 
 RowIndex = tuple[int, int]
@@ -163,7 +163,7 @@ class LaunchGroup(Generic[Options]):
         return self.squares
 
     def shard_totals(self, first: int, stop: int, stride: int, columns: int) -> Tensor:
-        """Return the totals of the first columns of each row's `sums`, flat; arguments are those of the kernel."""
+        """Return the totals of the first columns of each row's `sums`, flat; arguments are as for the kernel."""
         self.totals = torch.zeros(columns * len(self.indices), dtype=torch.float64, device=self.device)
         constants = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride, "COLUMNS": columns}
         self.launch(self.common.shard_totals, **constants)

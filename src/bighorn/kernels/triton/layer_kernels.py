@@ -57,9 +57,9 @@ def run_chunk(
 ):  # fmt: skip
     """Apply a rule to a program's chunk; the first pass stores its sums.
 
-    `moments` are the columns of the addresses of those that the rule takes. The second pass is in reverse order, since
-    the last chunks of the first one may still be in cache. A thread has CODES elements of a block of codes: with 8, the
-    block is in one warp, whose threads find its scale without a barrier.
+    `moments` are the columns with the addresses of the moments that the rule takes. The second pass is in reverse
+    order, since the last chunks of the first one may still be in cache. A thread has CODES elements of a block of
+    codes: with 8, the block is in one warp, whose threads find its scale without a barrier.
     """
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
     chunk = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)

@@ -23,7 +23,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
     """Rows that share compiled kernels, and the sums of their chunks.
 
     The module of an algorithm's kernels has `PASSES`: the kernels of the first pass, which leaves the sums of each
-    chunk, and those of the second, which takes their totals, for shards those of all ranks.
+    chunk, and of the second, which takes their totals, for shards over all ranks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Any) -> dict[str, Any]:
-        """See `LaunchGroup.compiled_for`; the dtype of the first moment determines that of the second."""
+        """See `LaunchGroup.compiled_for`; the dtype of the first moment determines the second's."""
         from bighorn.kernels.triton.common_kernels import LANES
 
         m_form, v_form = FORMS[m] if options.blocks else ("", "")

@@ -61,12 +61,12 @@ class Stepper(Generic[Options]):
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
             (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
-        self.grad_dtypes: GradDtypes = {}  # of all rows: later, when tables are built again, some are missing
+        self.grad_dtypes: GradDtypes = {}  # of all rows, since some gradients are missing when tables are built again
         self._read_gradients()
         self.build_tables()
 
     def refresh(self) -> None:
-        """Update the tables, after parameters have moved, or gradients have become of other dtypes."""
+        """Update the tables, after parameters moved or gradients changed their dtypes."""
         dtypes = dict(self.grad_dtypes)
         self._read_gradients()
         if dtypes != self.grad_dtypes:

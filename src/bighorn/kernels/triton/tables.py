@@ -73,7 +73,7 @@ class CachedTable:
         if values != self.values:
             self.table, self.values = self.uploads.table(values, self.dtype), values
             streams = self.uploads.streams
-            for stream in streams if len(streams) > 1 else ():  # a single stream is the one that built it
+            for stream in streams if len(streams) > 1 else ():  # a single stream built it
                 self.table.record_stream(stream)
         return self.table
 

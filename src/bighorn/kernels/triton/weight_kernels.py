@@ -36,7 +36,7 @@ def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.conste
         shift = raised(stored, weight[0].dtype.element_ty)
         near = stored + shift
         lost = common.read(weight[1], offsets, mask, VECTOR).to(tl.int32)
-        # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below that of 0 are NaN.
+        # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below 0's are NaN.
         lost = tl.where(near == 0, 0, lost * UNIT)
         return common.as_float(common.as_bits(near) + lost) - shift
     elif ROUNDING == "master":
@@ -88,7 +88,7 @@ def write_with_8_bits(weight, offsets, mask, value, VECTOR: tl.constexpr):
 
 @triton.jit
 def raised(x, X: tl.constexpr):
-    """Return the addend that makes the bits that a number's dtype lacks float32's last ones: mostly 0."""
+    """Return the addend after which the dtype lacks exactly float32's last bits: mostly 0."""
     if tl.float16 == X:
         return tl.where(
             tl.abs(x) < SMALLEST_NORMAL, tl.where(common.as_bits(x) < 0, -SMALLEST_NORMAL, SMALLEST_NORMAL), 0.0
@@ -133,11 +133,11 @@ def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
 
 @triton.jit
 def random_bits(rng_key, start, offsets):
-    """Return 32 random bits for each of some elements, whose offsets are those in this shard."""
+    """Return 32 random bits for each of some elements, given their offsets in this shard."""
     key, t = rng_key[0]
     seed = mixed(key + t)
     if len(rng_key) == 2 and offsets.dtype == tl.int32:
-        # Less than 2^32 after the start, the high half of a position is that of the start's position or the next one.
+        # Less than 2^32 after the start, the high half of a position equals the start's or is one more.
         first = position_of(rng_key, start)
         low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
         position = low + offsets.to(tl.uint32)

@@ -90,6 +90,16 @@ def test_code_on_a_page_needs_no_scrolling() -> None:
     assert [line for line in long if not line.startswith("adding-an-")] == []
 
 
+@for_every("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("*/README.md")], ids=lambda page: page.name)
+def test_a_row_of_a_table_is_one_line_with_all_cells(page: Path) -> None:
+    """A row that is wrapped, or a bar without a backslash in a cell, also in code, loses words on the site."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for table in re.finditer(r"^(\|(?: ?:?-+:? ?\|)+)\n((?:(?!<!--).+\n)*)", text, re.MULTILINE):
+        rows = table[2].splitlines()
+        bars = {row: len(re.findall(r"(?<!\\)\|", row)) if row[0] == row[-1] == "|" else 0 for row in rows}
+        assert [row for row, found in bars.items() if found != table[1].count("|")] == []
+
+
 def test_the_site_is_short() -> None:
     """What a number depends on is in a notebook beside its result file."""
     pages = PAGES[1:]

@@ -33,7 +33,8 @@ def listed(presets: Sequence[Preset]) -> str:
     text = "\n| preset | differs from the paper | options beyond the defaults |\n|---|---|---|\n"
     for preset in presets:
         options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        text += f"| {named(preset)} | {preset.differs} | {options or 'none'} |\n"
+        differs = preset.differs.replace("|", r"\|")  # a norm's bars are no cells
+        text += f"| {named(preset)} | {differs} | {options or 'none'} |\n"
     return text + "\n"
 
 

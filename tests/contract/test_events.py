@@ -19,6 +19,8 @@ from tests.support.case_tensors import arranged
 from tests.support.cases import Kind, Optimizer, serving
 from tests.support.optimizer_runs import assert_same_everything
 
+pytestmark = pytest.mark.long
+
 SHAPES = ((6, 5, 3, 3), (24, 24), (24, 24), (17,))
 
 

@@ -188,7 +188,7 @@ def _load(config: BenchConfig) -> tuple[dict[str, Build], dict[str, str]]:
 
 
 def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig, console: Console) -> dict[str, Any]:
-    """Measure a set of parameters: one row per optimizer, and the reasons of those that failed.
+    """Measure a set of parameters: one row per optimizer, and the reasons of failures.
 
     The baseline's row compares it with itself: the difference from 1.00 is the noise.
     """

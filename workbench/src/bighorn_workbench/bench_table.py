@@ -8,10 +8,10 @@ from bighorn_workbench.peers import PEERS
 
 
 def settle(rows: Sequence[dict[str, Any]]) -> None:
-    """Mark the rows whose ratio is farther from 1 than noise takes it.
+    """Mark the rows whose ratio differs from 1 by more than the noise.
 
-    The noise is that of the baseline against itself, times how much longer than in its best row the baseline took
-    beside this one. A ratio of which some rounds are on the other side of 1 is noise, too.
+    The noise is the baseline's against itself, times the baseline's time beside this row over its best time. A ratio is
+    noise, too, if some of its rounds are on the other side of 1.
     """
     measured = [row for row in rows if row["ratio"] is not None]
     least = min((row["baseline_ms"]["median"] for row in measured), default=1.0)
@@ -81,7 +81,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "state": lambda row: _megabytes(row["state_bytes"]),
     "error": lambda row: "-" if row["error"] is None else f"{row['error']:.1e}",
 }
-"""The columns by name: functions from a measured row to text. The time of a first step is that of a tensor."""
+"""The columns by name: functions from a measured row to text. The time of a first step is per tensor."""
 
 
 def _megabytes(size: int | None) -> str:

@@ -42,7 +42,7 @@ def save(run: Run, path: Path) -> None:
 
 
 def digest(checkpoint: dict[str, Any]) -> str:
-    """Return a digest of all but the values in tensors, of which a changed one is seen by the file's own checksums."""
+    """Return a digest of all but the values in tensors, which the file's own checksums protect."""
     rest = {name: value for name, value in checkpoint.items() if name != "digest"}
     return hashlib.sha256(repr(map_tensors(lambda tensor: (tensor.dtype, tensor.shape), rest)).encode()).hexdigest()
 
@@ -77,7 +77,7 @@ def restore(run: Run, checkpoint: dict[str, Any]) -> list[str]:
     """Continue ``run`` from ``checkpoint``; return the differences that may change the last bits of the result.
 
     Raises:
-        InputError: The data are not those of the saved run.
+        InputError: The data differ from the saved run's.
     """
     if checkpoint["data"] != run.fingerprint:
         raise InputError(
@@ -97,8 +97,8 @@ def config_of(checkpoint: dict[str, Any], given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a checkpoint; ``given`` are the options on the command line other than ``--resume``.
 
     Raises:
-        InputError: An option contradicts the checkpoint; only those of :data:`ELSEWHERE` may differ. Or an option is
-            missing that no file decides.
+        InputError: An option contradicts the checkpoint; only the options in :data:`ELSEWHERE` may differ. Or an option
+            is missing that no file decides.
     """
     unknown = checkpoint["config"].keys() - {field.name for field in fields(RunConfig)}
     if unknown:

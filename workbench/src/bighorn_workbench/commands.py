@@ -68,7 +68,7 @@ class LazyGroup(click.Group):
             sys.exit(1)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a Ctrl-C ends in one word, without a traceback, and no code of a user ends it as if done."""
+        """Run the command; a Ctrl-C ends in one word, without a traceback, and a user's sys.exit() is an error."""
         try:
             return super().invoke(ctx)
         except SystemExit as error:

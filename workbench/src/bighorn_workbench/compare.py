@@ -182,8 +182,8 @@ def compare(
 
 
 def _keep(search: Search, study: Path | None) -> Path:
-    """Let the runs in flight wait again, and return the file of the study, which is a new one if none was given."""
-    with suppress(InputError):  # of a full disk, which has ended the command then
+    """Requeue the runs in flight, and return the file of the study, a new one if none was given."""
+    with suppress(InputError):  # the disk may be full, which then has ended the command
         search.release()
     if study is None:
         study = files.unused(Path("bighorn-compare.study"))
@@ -237,12 +237,12 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
 
 
 def _starting(processes: int) -> float:
-    """Return the seconds until runs begin: each process imports and loads what this one has."""
+    """Return the seconds until runs begin: each process imports and loads as much as this one."""
     return time.process_time() if processes > 1 else 0.0
 
 
 def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
-    """Raise an error for a budget that has no time for a verdict, which says what fits."""
+    """Raise an error, with a budget that suffices, for one that has no time for a verdict."""
     plan = search.plan
     least = max(search.trials, min(LEAST, plan.trials))
     needed, left = search.needed(least), search.left - _starting(plan.processes)

@@ -56,7 +56,7 @@ def check_device(name: str) -> None:
 class RunConfig(Options):
     """The options of a run. None stands for the task's or the optimizer's default.
 
-    Values are those of the command line until :meth:`resolved` fills in the defaults.
+    Values are as on the command line until :meth:`resolved` fills in the defaults.
     """
 
     task: str = option("digits", TASK_HELP, kind=TaskName())
@@ -200,7 +200,7 @@ class RunConfig(Options):
         peak, warmup = self.peak_lr(), warmup_steps(self.warmup, total)
         if warmup > total:
             raise InputError(f"--warmup {self.warmup} is longer than the run of {total} steps: take less.")
-        decay_steps = max(total - warmup, 1)  # a run that consists of warm-up has no decay
+        decay_steps = max(total - warmup, 1)  # a run of warm-up alone has no decay
         return DECAYS[self.schedule](peak, decay_steps).after_warmup(warmup)
 
 

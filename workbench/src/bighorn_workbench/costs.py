@@ -1,4 +1,4 @@
-"""What the runs of a comparison take, in seconds, measured before they begin."""
+"""The time of a comparison's runs, in seconds, measured before they begin."""
 
 import math
 import time

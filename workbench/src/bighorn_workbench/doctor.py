@@ -1,4 +1,4 @@
-"""``bighorn doctor``: which backends work here, and what to do about those that do not."""
+"""``bighorn doctor``: which backends work here, and what to do about the others."""
 
 import os
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ class InputError(click.ClickException, ValueError):
 
 @contextmanager
 def after(error: BaseException) -> Iterator[None]:
-    """Let an error of the block, which keeps what was done before another error, not hide that one."""
+    """Add an error of the block, which saves results after another error, to that error's message."""
     try:
         yield
     except InputError as another:

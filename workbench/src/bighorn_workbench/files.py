@@ -37,7 +37,7 @@ OTHERS = (
     *(".csv", ".docx", ".gif", ".ipynb", ".jpeg", ".jpg", ".jsonl", ".md", ".npz", ".pdf", ".pkl", ".png", ".py"),
     *(".safetensors", ".svg", ".toml", ".xlsx", ".xml", ".yaml", ".yml", ".zip"),
 )
-"""Endings that name what none of these options writes."""
+"""Endings of kinds of files that no option writes."""
 
 STREAMED = (stat.S_IFIFO, stat.S_IFCHR)
 """Types of files that are written to and never replaced, such as /dev/stdout."""
@@ -50,16 +50,16 @@ class WriteError(InputError):
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | str | None] | None = None) -> None:
     """Create the folders of outputs; raise an error for a path whose write would, hours later, fail or destroy a file.
 
-    The folder of a relative path is made, and said. That of an absolute one must exist: a missing one is a misspelt
-    name, or a disk that is not mounted.
+    The folder of a relative path is made, with a message. An absolute path's must exist: if it is missing, the name is
+    misspelt, or a disk is not mounted.
 
     Args:
         outputs: Path by option; None is an option that was not given.
         inputs: Likewise, files that no output may overwrite. Default: None
 
     Raises:
-        InputError: A path cannot be written to, its name is that of another kind of file, or an output is the same file
-            as another output or an input.
+        InputError: A path cannot be written to, its name has the ending of another kind of file, or an output is the
+            same file as another output or an input.
     """
     seen = {option: Path(path) for option, path in (inputs or {}).items() if path}
     for option, path in outputs.items():
@@ -99,7 +99,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def _check_ending(path: Path, option: str) -> None:
-    """Raise an error for a name that ends as those of another kind of file do."""
+    """Raise an error for a name with the ending of another kind of file."""
     kind, own = ENDINGS.get(option, ("", ()))
     ending = path.suffix.lower()
     if kind and ending not in own and ending in {*OTHERS, *(each for _, known in ENDINGS.values() for each in known)}:
@@ -111,7 +111,7 @@ def _check_ending(path: Path, option: str) -> None:
 
 def check_regular(path: Path, option: str) -> None:
     """Raise an error for a pipe or a device, since the file is written several times and read again."""
-    if path.exists():  # `check_outputs` says why a path below a file, or a loop of links, cannot be written
+    if path.exists():  # `check_outputs` reports a path below a file, and a loop of links
         _check_kind(_status(path), f"{option} {path}", allowed=())
 
 
@@ -188,7 +188,7 @@ def finish(
     json_file: Path | None,
     content: Callable[[], Any],
 ) -> None:
-    """Write the JSON and the report of a command, each if it was asked for, and say where they are.
+    """Write the JSON and the report of a command, each if it was asked for, and print where they are.
 
     Raises:
         InputError: A file cannot be written, or the report not be drawn, which comes last for that.
@@ -209,7 +209,7 @@ def finish(
 
 
 def _replace(target: Path, status: os.stat_result | None, content: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file in the target's folder, then rename it; a process that is killed leaves it there."""
+    """Write a temporary file in the target's folder, then rename it; a killed process leaves the temporary file."""
     temporary = target.with_name(f".bighorn-{secrets.token_hex(8)}.partial")
     try:
         with temporary.open("xb") as file:

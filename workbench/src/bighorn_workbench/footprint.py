@@ -37,7 +37,7 @@ class Weights:
 
     @property
     def gradients(self) -> int:
-        """The bytes of all gradients, which are those of the trainable parameters."""
+        """The bytes of all gradients, which only trainable parameters have."""
         return sum(param.nbytes for _, param in self.trainable)
 
     @property
@@ -69,11 +69,11 @@ FOOTPRINTS: Mapping[str, Callable[..., dict[str, int]]] = {
     "lars-int8": partial(Lars.state_bytes, state_dtype="int8"),
     **{name: partial(of_each, size) for name, size in {**OF_TORCH, **OF_OTHERS}.items()},
 }
-"""The functions by the names of ``bighorn train`` and ``bighorn compare``, and by those of other packages."""
+"""The functions by name: of optimizers in ``bighorn train`` and ``bighorn compare``, and in other packages."""
 
 
 def predicted(name: str, params: Named, options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the state of an optimizer for those of the options that it has, which only Bighorn's have."""
+    """Return the state of an optimizer with the given options that it has; only Bighorn's optimizers have any."""
     if name not in OURS:
         return FOOTPRINTS[name](params)
     return FOOTPRINTS[name](params, **{key: options[key] for key in options.keys() & OURS[name]})
@@ -93,7 +93,7 @@ RELEASING = frozenset((*OURS, "flashoptim"))
 
 @dataclass(frozen=True)
 class Total:
-    """The bytes of an optimizer's state, and with it those of weights and gradients.
+    """The bytes of an optimizer's state, alone and with weights and gradients.
 
     Attributes:
         state: The state.
@@ -114,14 +114,14 @@ def total_of(name: str, weights: Weights, state: int) -> Total:
 
 
 def as_masters(params: Named) -> Named:
-    """Return parameters as ``masters=True`` lets the optimizer step them: those of 16 bits in float32."""
+    """Return parameters as the optimizer steps them with ``masters=True``: 16-bit ones in float32."""
     return [(name, param.float() if param.element_size() < 4 else param) for name, param in params]
 
 
 def offload_bytes(name: str, weights: Weights, state: int, of_masters: int) -> dict[str, int | None]:
     """Return the bytes on device and host in a training whose optimizer is offloaded.
 
-    The device has all weights, and the most gradients that are there at a time. The host has the trained weights, all
+    The device has all weights, and the most gradients that exist at a time. The host has the trained weights, all
     gradients and the state.
 
     Args:

@@ -7,7 +7,7 @@ from types import FrameType
 
 def begin_imports() -> None:
     """Let a Ctrl-C end the process from now on."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup and shells may have it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup and shells may have disabled it
         signal.signal(signal.SIGINT, stop)
 
 

@@ -31,7 +31,7 @@ def opened(path: Path) -> JournalStorage:
         return JournalStorage(Journal(path))
     except (InputError, OSError):
         raise
-    except Exception as error:  # what Optuna raises for a record that it does not know is of any kind
+    except Exception as error:  # Optuna may raise any error for an unknown record
         raise InputError(
             f"--study {path} has records of another version of Optuna ({type(error).__name__}: {error}). Use that "
             "version, or give another name."
@@ -39,7 +39,7 @@ def opened(path: Path) -> JournalStorage:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal in a file, whose lines are whole: a line that was not written to its end is no record.
+    """Optuna's journal in a file, whose lines are whole: a line that was cut off is no record.
 
     Optuna itself appends to such a line, and then can read neither (Optuna 5.0).
 
@@ -118,7 +118,7 @@ def _end_of_lines(file: BinaryIO, at: int, block: int = 1 << 16) -> int:
 
 
 def _write_all(file: BinaryIO, lines: bytes) -> None:
-    """Write to the disk itself, since a disk may be found full as late as that."""
+    """Write through to the disk, since a full disk may show only then."""
     while lines:
         lines = lines[file.write(lines) :]
     os.fsync(file.fileno())

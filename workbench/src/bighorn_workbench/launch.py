@@ -1,4 +1,4 @@
-"""The entry point of ``bighorn``, which imports nothing that takes time: the help is there at once."""
+"""The entry point of ``bighorn``, which imports nothing slow, so that the help appears at once."""
 
 import sys
 import time

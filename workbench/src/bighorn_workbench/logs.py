@@ -48,7 +48,7 @@ def opened(
 
 
 def failed(kind: str, error: Exception) -> str:
-    """Return the warning about a log that has failed, on a full disk or without a network: it is not worth the run."""
+    """Return the warning about a log that has failed, on a full disk or without a network; the run continues."""
     return f"Warning: --log {kind} has failed, and gets nothing more ({type(error).__name__}: {error})."
 
 
@@ -78,7 +78,7 @@ def logged(kind: str, run: Run, warn: Callable[[str], object]) -> Iterator[Calla
 
     def update() -> None:
         nonlocal done
-        history = run.history  # a loss that is not finite raises here, and is no matter of the log
+        history = run.history  # a loss that is not finite raises here, and is no error of the log
         if not failures:
             attempt(lambda: write_since(history))
         done = len(history.loss)

@@ -48,7 +48,7 @@ SHARED = (
 """The options that a search has in common with a run."""
 
 RUNGS = ((12, 8), (4, 2), (2, 1))
-"""How many rates are tried, and by what their runs are shorter; the best of each rung go on to the next."""
+"""The number of rates and the divisor of their runs' length; the best of each rung go on to the next."""
 
 RUNS, WHOLE_RUNS = sum(count for count, _ in RUNGS), sum(count / part for count, part in RUNGS)
 """The runs of a search, and in how many whole runs there are as many steps."""
@@ -60,7 +60,7 @@ def _ends(which: int) -> str:
 
 @dataclass(frozen=True)
 class SearchConfig(Options):
-    """The options of a search, in addition to those of the run."""
+    """The options of a search, in addition to the run's."""
 
     lr_min: float | None = option(
         None,
@@ -90,10 +90,10 @@ class SearchConfig(Options):
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a search.
+    """The results of a search.
 
     Attributes:
-        rungs: The runs of each length, rates ascending; the last ones have the length of the run that is asked for.
+        rungs: The runs of each length, rates ascending; the last ones have the length of the requested run.
         metric: The name of the metric, on validation data.
         higher_is_better: Whether a larger value is better.
     """
@@ -109,7 +109,7 @@ class Found:
 
     @property
     def edge(self) -> str:
-        """The option of the end of the range at which the rate is; "" if it is at none."""
+        """How to extend the range if the rate is at an end of it; "" otherwise."""
         rates = [run.config.lr for run in self.rungs[0]]
         return {rates[0]: "lower --lr-min", rates[-1]: "higher --lr-max"}.get(self.lr, "")
 
@@ -171,7 +171,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
 
     Twelve rates train for an eighth of the run, the best four for half of it, and the best two in full, as long as
     five and a half runs together. The best on validation data is the suggestion; bighorn compare tunes other options,
-    too, and says by how much seeds differ.
+    too, and reports how much seeds differ.
     """
     search = SearchConfig(**given(ctx, SearchConfig))
     config = RunConfig(**given(ctx, RunConfig))

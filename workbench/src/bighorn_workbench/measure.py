@@ -48,7 +48,7 @@ class ParamSet:
 
     Attributes:
         shapes: A function that returns their shapes.
-        dtype: Their dtype. Default: None, which is that of ``--precision``.
+        dtype: Their dtype. Default: None, the dtype of ``--precision``.
         layout: The layout of the parameters. Default: contiguous.
         grad_layout: The layout of the gradients. Default: contiguous.
         change: A function from the parameters to a function that changes something before each step. Default: one that

@@ -24,7 +24,7 @@ from bighorn_workbench.values import bytes_in, check_name, names, read_options, 
 
 SOURCES = ("task", "shapes", "model", "hf_config")
 SHOWN = "came", "came-bf16", "came-int8", "came-int4", "lamb", "lamb-bf16", "lamb-int8", "adamw", "sgd", "adafactor"
-"""The optimizers that fit in 80 columns; fp16 has the size of bf16, and ``lars`` that of ``sgd``."""
+"""The optimizers that fit in 80 columns; fp16 has the size of bf16, and ``lars`` of ``sgd``."""
 LISTED, MOST_PARTS, MOST_WIDTH = 10, 5, 65
 """The kinds of layers that the terminal lists, those with a colour of their own in the report's bars, and the width of
 the optimizers' columns in the terminal."""
@@ -202,7 +202,7 @@ TOTAL_HEAD = ("optimizer", "state", "per parameter", "in all", "of adamw's", "re
 
 
 def parts_of(layers: Sequence[Kind], most: int) -> list[tuple[str, list[int]]]:
-    """Return the bytes of the largest kinds of layers, by optimizer, with those of the rest as one more part."""
+    """Return the bytes of the largest kinds of layers, by optimizer, with the rest as one more part."""
     parts = [(kind.label, list(kind.bytes.values())) for kind in layers[:most]]
     rest = layers[most:]
     if rest:
@@ -233,14 +233,14 @@ def total_rows(totals: Mapping[str, Total], elements: int) -> list[tuple[str, ..
 
 
 def compared(totals: Mapping[str, Total]) -> list[str]:
-    """Return those of adamw and the one of Bighorn's optimizers that needs the least that are in ``totals``."""
+    """Return adamw, and Bighorn's optimizer that needs the least, each if it is in ``totals``."""
     ours = [name for name in totals if name in OURS]
     least = [min(ours, key=lambda name: totals[name].all)] if ours else []
     return [*(name for name in totals if name == "adamw"), *least]
 
 
 def summary(weights: Weights, totals: Mapping[str, Total]) -> list[str]:
-    """Return the sums in words: those of AdamW, and of the one of Bighorn's optimizers that needs the least."""
+    """Return the sums in words, of AdamW and of Bighorn's optimizer that needs the least."""
     frozen = f" ({quantity(weights.frozen_bytes)}B of them frozen)" if weights.frozen_bytes else ""
     said = [f"{quantity(weights.held)}B of weights{frozen}, {quantity(weights.gradients)}B of gradients"]
     for name in compared(totals):

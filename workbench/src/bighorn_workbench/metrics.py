@@ -1,4 +1,4 @@
-"""What the name of a metric says: how its value is written, and whether it is better lower."""
+"""Metrics by name: how a value is written, and whether lower is better."""
 
 import re
 
@@ -10,11 +10,11 @@ LOWER = re.compile(
     "loss(es)?|err(or)?s?|r?msl?e|map?e|nll|bp[cb]|ppl|perplexity|[wc]er|fid|kld?|divergence|distance|deviance|"
     "residual|regret|brier|crps|(cross)?entropy|logloss|hinge|ece|nats"
 )
-"""Words in the names of metrics that are usually better lower."""
+"""Words in the names of metrics for which lower is usually better."""
 
 
 def seems_lower(metric: str) -> bool:
-    """Whether a metric is better lower, to judge by its name.
+    """Whether lower is better, judged by the metric's name.
 
     Example:
         >>> seems_lower("val_rmse"), seems_lower("TestLoss"), seems_lower("l2-error"), seems_lower("accuracy")

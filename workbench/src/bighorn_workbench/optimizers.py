@@ -20,9 +20,9 @@ ROUNDINGS = ("nearest", "stochastic", "kahan", "kahan8", "master")
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "int4": "int4"}
 """The values of ``--state-dtype``, and the names of these dtypes in the optimizers."""
 NARROW = [name for name in STATE_DTYPES if name != "fp32"]
-"""Those of fewer bits than float32."""
+"""The dtypes of fewer bits than float32."""
 NARROW_OF_LAMB = [name for name in NARROW if name != "fp16"]
-"""Those that ``lamb`` and ``lars`` have, too."""
+"""The dtypes that ``lamb`` and ``lars`` have, too."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Recipe:
         lr: Default learning rate.
         weight_decay: Default weight decay of matrices.
         space: The options that ``bighorn compare`` searches, each from its lowest to its highest value.
-        defaults: The values of options of the optimizer that it can search: those of ``space``, and others for which
+        defaults: The values of options of the optimizer that it can search: the options of ``space``, and any for which
             ``--space`` gives a range.
         build: A function from parameter groups and options to the optimizer.
         metrics: The values of its telemetry that the history keeps for each layer.
@@ -239,7 +239,7 @@ ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
 """What each contestant is, in one line."""
 
 RENAMED = {"came-corrected": "came", "came-corrected-int8": "came-int8", "came-small-corrected": "came-small"}
-"""The new names of contestants, by names that they no longer have."""
+"""The new names of contestants, by their old ones."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -36,7 +36,7 @@ FILE = FilePath()
 
 
 class Whole(click.types.IntParamType):
-    """An integer. The error of one with a comma says how to write it."""
+    """An integer. The error for one with a comma shows how to write it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read an integer."""
@@ -44,7 +44,7 @@ class Whole(click.types.IntParamType):
 
 
 class Real(click.types.FloatParamType):
-    """A number. The error of one with a comma says how to write it."""
+    """A number. The error for one with a comma shows how to write it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a number."""
@@ -98,7 +98,7 @@ class Command(click.Command):
         self.names = names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; of an unknown option, name those that are near by their letters, not by the dashes before them."""
+        """Parse; for an unknown option, suggest options with similar letters, without the dashes before them."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -147,7 +147,7 @@ def option(
         shown: The default as the help shows it, if ``default`` is None.
         choices: The values allowed; empty for any.
         check: A function that is called with the flag and a value other than None, and raises an error for a wrong one.
-        kind: The type of the option, if it is neither that of the field nor the choices.
+        kind: The type of the option, if it is neither the field's nor the choices.
     """
     about = {"help": text, "shown": shown, "choices": choices, "check": check, "kind": kind}
     return dataclasses.field(default=default, metadata=about)

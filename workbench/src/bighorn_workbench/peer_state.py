@@ -66,4 +66,4 @@ OF_OTHERS: Mapping[str, Callable[[Tensor], int]] = {
     "flashoptim": flashoptim,
     "galore": galore,
 }
-"""Those of other packages, which Bighorn does not run."""
+"""The optimizers of other packages, which Bighorn does not run."""

@@ -1,4 +1,4 @@
-"""The processes of a run: a single one, or those of torchrun, on one machine or several; and Ctrl-C."""
+"""The processes of a run: a single one, or several from torchrun, on one or more machines; and Ctrl-C."""
 
 import gc
 import os
@@ -229,7 +229,7 @@ def _first_is_gone() -> bool:
 
 
 class Aborted(KeyboardInterrupt):
-    """A second Ctrl-C, which may come at any moment; another KeyboardInterrupt meanwhile is of the user's code."""
+    """A second Ctrl-C, which may come at any moment; any other KeyboardInterrupt comes from the user's code."""
 
 
 class Interrupt:

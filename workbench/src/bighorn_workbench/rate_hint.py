@@ -34,7 +34,7 @@ def hint(run: Run) -> str | None:
         return None
     losses, span = run.history.loss, _span(run)
     first, last = losses[: max(LEAST, span // 2)], losses[-span:]
-    # If all others are above the first, the loss has risen from the start, and their mean is not that of the model.
+    # If all others are above the first, the loss has risen from the start, and their mean is not the model's.
     before = losses[0] if losses[0] == min(first) else statistics.fmean(first)
     now = statistics.median(last)
     margin = FALL * abs(before)

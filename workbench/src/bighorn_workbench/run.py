@@ -40,7 +40,7 @@ class DivergedError(ArithmeticError):
 class Run:
     """A run of ``config`` on ``task``; two with the same arguments are bitwise equal on one machine.
 
-    A batch is a function of seed and step alone, whatever the number of processes.
+    A batch is a function of seed and step alone, for any number of processes.
 
     Args:
         config: A resolved configuration.
@@ -109,12 +109,12 @@ class Run:
 
     @property
     def epoch(self) -> float | None:
-        """Passes over the training data up to this step; None if nothing says how many steps one has."""
+        """Passes over the training data up to this step; None if the steps of a pass are unknown."""
         return self.step * self.epoch_size[1] / self.epoch_size[0] if self.epoch_size else None
 
     @cached_property
     def fingerprint(self) -> str:
-        """A text that is another one for other training data."""
+        """A text that identifies the training data."""
         state = generator_state(self.device)
         seed_generators(0)  # the first batch may be augmented
         found = fingerprint(self.task, self.batch_size)
@@ -136,8 +136,8 @@ class Run:
         """Make one step.
 
         Raises:
-            DivergedError: The loss is not finite, or gradients are not, whatever the loss scale. On a GPU, the loss
-                may be that of an earlier step.
+            DivergedError: The loss is not finite, or gradients are not at any loss scale. On a GPU, the loss may be an
+                earlier step's.
         """
         started = time.perf_counter()
         lr, history, scaler = self.schedule(self.step), self._history, self._train_step.scaler
@@ -265,7 +265,7 @@ class Run:
 
 
 def length(batches: Iterable[Any]) -> int | None:
-    """Return the number of batches of a pass, or None if it does not say."""
+    """Return the number of batches of a pass, or None if it is unknown."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -281,7 +281,7 @@ class Batches:
         self._pass: Iterator[Any] = iter(())
 
     def epoch_size(self) -> tuple[int, int] | None:
-        """Return an epoch as steps, a fraction ``(numerator, denominator)``; None if nothing says how many."""
+        """Return an epoch as steps, a fraction ``(numerator, denominator)``; None if their number is unknown."""
         samples = defaults(self._task).samples
         if samples is not None:
             return samples, self._batch_size
@@ -321,7 +321,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_module(device: torch.device) -> Any:
-    """Return the module with the generator of a device, or None: that of the CPU is torch's, and some have none.
+    """Return the module with a device's generator; None if it has none, and for the CPU, whose generator is torch's.
 
     Where a device's generator is not saved, dropout draws other random numbers after `--resume`.
     """

@@ -19,7 +19,7 @@ from bighorn_workbench.records import fits
 from bighorn_workbench.space import Space
 
 BEAT, GRACE = 10.0, 60.0
-"""Seconds between two signs of life of a run, and without one after which its process is taken as dead.
+"""Seconds between heartbeats of a run, and without one until its process counts as dead.
 
 Optuna has such heartbeats for databases alone. SQLite's locks do not hold on every file system that machines share.
 """
@@ -28,7 +28,7 @@ PROCESSES = Path("/proc")
 """On Linux, a folder with one entry for each process of the machine."""
 
 MOST_KEPT = 1000
-"""Runs of a study that are used though fewer are asked for; a file may hold any number."""
+"""Runs of a study that are used although fewer are requested; a file may hold any number."""
 
 DONE = (TrialState.COMPLETE,)
 
@@ -40,21 +40,21 @@ class Queue:
         self.study, self.points, self._space, self.count = study, points, space, 0
 
     def fill(self) -> None:
-        """Let every run wait that neither waits, runs nor is done."""
+        """Queue every run that is neither queued nor running nor done."""
         known = {_number(trial) for trial in self.study.trials if trial.state != TrialState.FAIL}
         for index, point in enumerate(self.points[: self.count]):
             if index not in known:
                 self.study.enqueue_trial(point, user_attrs={"run": index})
 
     def extend(self, count: int) -> None:
-        """Let more runs wait, up to a number in all, or as many as there are."""
+        """Queue more runs, up to a number in all, one for each point at most."""
         if min(count, len(self.points)) > self.count:
             self.count = min(count, len(self.points))
             self.fill()
 
     @property
     def taken(self) -> int:
-        """The runs that a process has taken or done."""
+        """The runs that a process has taken or finished."""
         trials = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
         return len({number for trial in trials if (number := _number(trial)) is not None and number < self.count})
 
@@ -83,7 +83,7 @@ class Queue:
         return {index: found[index] for index in sorted(found) if 0 <= index < self.count}
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """Return what is known, by the number of the run."""
+        """Return the known results, by the number of the run."""
         return {index: trial.user_attrs.get("result", {}) for index, trial in self._done().items()}
 
     @property
@@ -98,7 +98,7 @@ class Queue:
         return statistics.fmean(found) if found else None
 
     def release(self) -> None:
-        """Let the runs of processes that are no more wait again."""
+        """Requeue the runs of dead processes."""
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if is_dead(trial):
                 self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
@@ -106,7 +106,7 @@ class Queue:
 
 
 def finished(study: optuna.Study) -> int:
-    """Return the number of the first runs of a study among which are all that have ended."""
+    """Return the smallest number of first runs of a study that includes all finished ones."""
     done = study.get_trials(deepcopy=False, states=DONE)
     known = [index for trial in done if (index := _number(trial)) is not None and index < MOST_KEPT]
     return max(known, default=-1) + 1
@@ -119,13 +119,13 @@ def _number(trial: FrozenTrial | optuna.Trial) -> int | None:
 
 
 def _beat(trial: optuna.Trial) -> None:
-    """Say that a run's process lives, and which one it is."""
+    """Record a heartbeat of a run, with its process."""
     trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
 
 
 @contextmanager
 def beating(trial: optuna.Trial) -> Iterator[None]:
-    """Say so every :data:`BEAT` seconds."""
+    """Record a heartbeat every :data:`BEAT` seconds."""
     over = threading.Event()
 
     def beat() -> None:
@@ -144,7 +144,7 @@ def beating(trial: optuna.Trial) -> Iterator[None]:
 
 
 def is_dead(trial: FrozenTrial) -> bool:
-    """Whether the process of a running trial has gone from this machine, or has given no sign of life for long."""
+    """Whether the process of a running trial has gone from this machine, or has had no heartbeat for too long."""
     begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
     beat = trial.user_attrs.get("beat", ["", 0, begun])
     if not (isinstance(beat, list) and len(beat) == 3 and fits(beat[1], int) and fits(beat[2], float)):

@@ -1,4 +1,4 @@
-"""The search of ``bighorn compare``, kept by Optuna: what is tried, by which process, and what came of it.
+"""The search of ``bighorn compare``, kept by Optuna: what is tried, by which process, and with which result.
 
 Each cell, an optimizer at a batch size, has a study of trials on validation data and one of final runs on test data.
 Their trials wait in the storage until a process takes them, so that any number of processes and commands share the
@@ -55,7 +55,7 @@ class Plan:
         code: The digest of the file of a user's task.
         deadline: The time by which all runs are to end, so that no more tuning runs are added; None for no limit.
         processes: The runs at a time.
-        costs: What a run of each cell takes.
+        costs: The cost of a run of each cell.
         evaluations: The evaluations of each final run.
     """
 
@@ -109,7 +109,7 @@ class Search:
         return optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
 
     def extend(self) -> None:
-        """Let all trials wait that are known, and add one to each cell while the time before a deadline allows it."""
+        """Queue all known trials, and add one to each cell while the time before a deadline allows it."""
         if self.is_open and not self._leads:
             self.trials, self.is_open = self._decided()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
@@ -169,7 +169,7 @@ class Search:
         return queue.count >= self.plan.entries[number].most(trials) and queue.is_done
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
-        """Return the name of a study: another one for all that would give other results."""
+        """Return the name of a study, which differs if results would."""
         config = {name: value for name, value in asdict(entry.base).items() if name not in ("data", "threads")}
         about = json.dumps(
             [config, entry.space, SCAN, self.plan.data, self.plan.code, *more], sort_keys=True, default=str
@@ -220,7 +220,7 @@ class Search:
         return self._final[name]
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
-        """Yield what can be worked on: tuning first, then final runs."""
+        """Yield the queues with work: tuning first, then final runs."""
         self.extend()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             yield entry, queue, False
@@ -244,7 +244,7 @@ class Search:
         return sum(len(queue.results()) for _, queue, _ in self.queues())
 
     def release(self) -> None:
-        """Let the runs of processes that are no more wait again."""
+        """Requeue the runs of dead processes."""
         for _, queue, _ in self.queues():
             queue.release()
 
@@ -256,7 +256,7 @@ class Search:
 
     def work(self, stepped: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None) -> None:
         """Make runs until there are none; ``stepped`` is called after each step, and ``done`` after each run."""
-        since = None  # nothing is said of the time of the first run, which loads and allocates
+        since = None  # the time of the first run, which loads and allocates, is not reported
         while self.done < self.total:
             if (taken := self._take()) is None:  # other processes have the rest
                 time.sleep(PAUSE)
@@ -283,7 +283,7 @@ class Search:
             done()
 
     def cells(self) -> list[Cell]:
-        """Return the cells that have final runs, with all that is known."""
+        """Return the cells that have final runs, with all known results."""
         found = []
         self.extend()
         for number, entry in enumerate(self.plan.entries):

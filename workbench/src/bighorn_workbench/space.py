@@ -16,10 +16,10 @@ Space = Mapping[str, tuple[float, float]]
 """The lowest and the highest value of each option that is searched, in the logarithm; equal ones fix it."""
 
 SCAN = 6
-"""The first trials of a cell, in which its rate alone changes, over a range that no few trials of all options cover."""
+"""The first trials of a cell, in which only its rate changes: a few trials of all options do not cover its range."""
 
 AROUND = 4.0
-"""Later trials have rates from the best one of these divided by this to it times this."""
+"""Later trials have rates between the best of the first ones divided and multiplied by this."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ __all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of a comparison.
+    """The results of a comparison.
 
     Attributes:
         cells: Each optimizer at each batch size: its chosen options, final runs and trials.
@@ -47,7 +47,7 @@ def compare(
         task: The task.
         optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
             "adamw")
-        batch_sizes: Batch sizes. Default: those of the task
+        batch_sizes: Batch sizes. Default: the task's
         study: A file that keeps every run, and where another call or the command goes on. Default: none
         options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
 
@@ -86,8 +86,8 @@ def lr_find(
     Args:
         task: The task.
         optimizer: The name of an optimizer, as of ``--optimizer``. Default: "lamb"
-        lr_min: The lowest rate. Default: that of the optimizer
-        lr_max: The highest rate. Default: that of the optimizer
+        lr_min: The lowest rate. Default: the optimizer's
+        lr_max: The highest rate. Default: the optimizer's
         options: Other options of the command by name, such as ``epochs=2`` or ``batch_size=64``.
 
     Returns:

@@ -23,14 +23,14 @@ Own = TypeVar("Own", bound="Classification")
 
 
 class Task(Protocol):
-    """What a run needs to know.
+    """The members that a run needs.
 
     It may also have the attributes of :class:`Defaults` and these methods:
 
     * ``held_out()`` returns the task with a part of its training data as its split ``"validation"``, for a task that
       has no such split; runs are watched and learning rates chosen on it.
-    * ``excluded(name, parameter)`` says whether a parameter has neither weight decay nor a trust ratio; without it,
-      those of fewer than two dims, such as biases and norms.
+    * ``excluded(name, parameter)`` returns whether a parameter has neither weight decay nor a trust ratio; by default,
+      parameters of fewer than two dims have neither, such as biases and norms.
     * ``fingerprint()`` returns a text that differs for other training data; without it, the first batch is hashed.
 
     Example:
@@ -94,7 +94,7 @@ class Defaults:
         epochs: The passes over the training data of a run.
         steps: The steps of a run, in place of ``epochs``.
         samples: The number of training samples. An epoch is this many, and the training batches may be endless.
-            Default: as many batches as ``len(batches)`` says.
+            Default: ``len(batches)`` batches.
         target: The value of the metric to which ``bighorn compare`` counts steps. Default: none
         one_thread: Whether the model is so small that one thread is faster.
         pretrained: Whether ``model()`` gives the same weights for every seed, such as trained ones. Then seeds differ
@@ -247,7 +247,7 @@ class Classification:
 
 @lru_cache
 def _widest(device: torch.device) -> torch.dtype:
-    """Return the dtype for sums: float64, or what a device without it has in its place."""
+    """Return the dtype for sums: float64, or float32 on a device without it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ascend converts float64 to float32, and warns

@@ -216,7 +216,7 @@ def _finish(run: Run, outputs: Outputs, ctx: click.Context, console: Console, en
 
 
 def _save(run: Run, path: Path, ctx: click.Context) -> None:
-    """Save the run; if that fails, say how to continue from the last time that it was saved."""
+    """Save the run; if that fails, report how to continue from the last save."""
     try:
         checkpoint.save(run, path)
     except InputError as error:

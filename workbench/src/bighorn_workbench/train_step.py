@@ -225,7 +225,7 @@ def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any
     """Yield the parts of a process's share of a batch: each tensor's samples along dim 0.
 
     Raises:
-        InputError: The samples cannot be split evenly, or nothing says how many there are.
+        InputError: The samples cannot be split evenly, or their number is unknown.
     """
     if processes * parts == 1:
         yield batch

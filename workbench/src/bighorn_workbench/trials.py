@@ -1,4 +1,4 @@
-"""The runs of ``bighorn compare`` and what came of them. This module does not print."""
+"""The runs of ``bighorn compare`` and their results. This module does not print."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
 
 LEAST = 8
-"""The trials of a cell below which nothing is said of its optimizer: fewer leave a rate of three decades to luck."""
+"""A cell with fewer trials gets no verdict, since they leave a rate of three decades to luck."""
 
 EDGE = 0.05
 """The share of a range, in the logarithm, next to its ends."""
@@ -194,7 +194,7 @@ def make(
 ) -> Trial:
     """Make one run in this process.
 
-    ``stepped`` is called after each step; ``evaluations`` is their number, if it is not to be that of the split.
+    ``stepped`` is called after each step; ``evaluations`` is their number, if not the split's default.
     """
     planned = 1 if split == "validation" else EVALUATIONS
     run = Run(config, task, evaluations=evaluations or planned, split=split)
@@ -221,7 +221,7 @@ def make(
 
 
 def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
-    """Return trials, the best value first; of equal ones that of the lowest loss, then the first."""
+    """Return trials, the best value first; equal ones by loss, then in their order."""
     sign = -1 if higher else 1
     return sorted(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
 

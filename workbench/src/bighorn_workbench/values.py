@@ -26,7 +26,7 @@ COMMAND_ARGUMENTS = (
 
 
 def comma_hint(text: str, whole: bool = False) -> str:
-    """Return a sentence that says how to write a number with a comma; nothing for another text.
+    """Return a sentence on how to write a number with a comma; "" for other text.
 
     Example:
         >>> comma_hint("0,01"), comma_hint("1,000", whole=True), comma_hint("0.01")

@@ -38,8 +38,8 @@ def interval(differences: Sequence[float], comparisons: int = 1, resolution: flo
 
     Example:
         >>> mean, half = interval([1.0, 2.0, 3.0])
-        >>> f"{mean:.1f} +- {half:.3f}"
-        '2.0 +- 2.484'
+        >>> f"{mean:.1f} ± {half:.3f}"
+        '2.0 ± 2.484'
     """
     mean = statistics.fmean(differences)
     if len(differences) < 2 or not math.isfinite(mean):
@@ -51,8 +51,8 @@ def interval(differences: Sequence[float], comparisons: int = 1, resolution: flo
 def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
     """Return sentences, the answer first.
 
-    They say at each batch size whether an optimizer is better than the baseline, which one is the best of all, and what
-    a larger batch costs each. The best one may be any, so that all the others count as compared with it.
+    They answer at each batch size whether an optimizer is better than the baseline, which one is the best of all, and
+    what a larger batch costs each. Any may be best, so all the others count as compared with it.
 
     Args:
         cells: The cells.
@@ -109,7 +109,7 @@ class Pair:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether both are tuned, without which nothing is said of them."""
+        """Whether both are tuned, without which there is no verdict."""
         return not any(map(untuned, (self.one, self.other)))
 
     @property

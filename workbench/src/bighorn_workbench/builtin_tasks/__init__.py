@@ -18,7 +18,7 @@ from bighorn_workbench.tasks import Task, digest, epoch_seed, tensors_in
 __all__ = ["TASKS", "TaskName", "fingerprint", "load", "model_of"]
 
 TASKS: Mapping[str, Callable[[str | None], Task]] = {"digits": Digits, "text": Text, "mnist": Mnist}
-"""The built-in tasks, each made from ``--data``, or from None for the data that it comes with."""
+"""The built-in tasks, each made from ``--data``, or from None for its own data."""
 
 PLACES = "FILE.py:NAME or PACKAGE.MODULE:NAME"
 
@@ -75,7 +75,7 @@ def model_of(place: str, data: str | None) -> nn.Module:
 
 
 def fingerprint(task: Task, batch_size: int) -> str:
-    """Return a text that is another one for other training data: that of the task, or a digest of the first batch."""
+    """Return a text that identifies the training data: the task's fingerprint, or a digest of the first batch."""
     if hasattr(task, "fingerprint"):
         return str(task.fingerprint())
     generator = torch.Generator().manual_seed(epoch_seed(0, 0))

@@ -82,7 +82,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     32-bit number; the values, last dimension fastest (http://yann.lecun.com/exdb/mnist, "file formats").
 
     Raises:
-        InputError: The file cannot be read, has another magic number, or is shorter or longer than its header says.
+        InputError: The file cannot be read, has another magic number, or is shorter or longer than its header requires.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -19,7 +19,7 @@ PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""
 
 MOST_BATCHES = 100_000
-"""More batches of an evaluation than these, within that time, do not end."""
+"""An evaluation with more batches than this within that time counts as endless."""
 
 
 def check_task(task: UserTask, tuned: Task, config: RunConfig, by_seed: bool = False) -> None:
@@ -88,7 +88,7 @@ class Trial:
         return model.to(self.device, PRECISIONS.get(self.config.precision, torch.float32))
 
     def _check_shared(self, model: nn.Module, again: nn.Module) -> None:
-        """Raise an error for two models that share what a run changes, since it would go on where the last one ended.
+        """Raise an error for two models that share what a run changes: each run would continue the last one.
 
         Tensors that no run changes may be shared, such as the matrix of a graph: they are compared after a batch.
         """
@@ -106,7 +106,7 @@ class Trial:
         )
 
     def _other_seed(self, model: nn.Module) -> None:
-        """Raise an error if models of two seeds begin alike, unless they are to."""
+        """Raise an error if models of two seeds start equal, unless the task is pretrained."""
         if defaults(self.task).pretrained:
             return
         others = dict(_tensors(self._new_model(self.config.seed + 1)))
@@ -119,7 +119,7 @@ class Trial:
             )
 
     def _check_switches(self, what: str, gradients: bool = True) -> None:
-        """Raise an error if a call has left torch's own switches in another place, on which all later ones depend."""
+        """Raise an error if a call has changed torch's global switches, on which all later calls depend."""
         device = torch.get_default_device()
         if device.type not in ("cpu", self.device.type):
             raise InputError(
@@ -179,7 +179,7 @@ class Trial:
         size = self.config.batch_size or 1
         tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
         samples = {tensor.shape[0] for tensor in tensors}
-        of_size = any(size in tensor.shape for tensor in tensors)  # such as that of samples along dim 1
+        of_size = any(size in tensor.shape for tensor in tensors)  # such as a batch with samples along dim 1
         if len(samples) == 1 and min(samples) < size and not of_size and length(batches) == 1:
             raise InputError(
                 f"{what} gives one batch of {min(samples)} samples: there are no more. Take a batch size of at most "
@@ -303,7 +303,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, whatever their dtype and layout."""
+    """Whether two tensors have the same bits, in any dtype and layout."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
 
 

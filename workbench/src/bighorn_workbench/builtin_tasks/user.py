@@ -78,9 +78,9 @@ def _search(folder: Path) -> None:
 
 
 def user_call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's function; an error in it becomes a :class:`UserError` that says what was called with what.
+    """Call a user's function; an error in it becomes a :class:`UserError` that names the function and its arguments.
 
-    So does ``sys.exit()``, which would end the command as if it were done. Only a Ctrl-C stays what it is.
+    So does ``sys.exit()``, which would end the command as if it had succeeded. Only Ctrl-C passes through.
     """
     try:
         return function(*arguments)
@@ -94,7 +94,7 @@ def user_call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _is_ctrl_c(error: KeyboardInterrupt) -> bool:
-    """Whether it may be one: where Python's own handler is not in place, only ours raises it, or the user's code."""
+    """Whether an error may be a Ctrl-C: without Python's own handler, only ours or the user's code raises it."""
     return isinstance(error, Aborted) or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -142,7 +142,7 @@ def shown(value: object) -> str:
 
 
 class UserTask:
-    """A task of a user, whose errors say which method was called with what.
+    """A task of a user, whose errors name the method and its arguments.
 
     Args:
         task: An object with the members of :class:`bighorn_workbench.tasks.Task`.
@@ -191,7 +191,7 @@ class UserTask:
         return partial(self._call, name) if callable(value) else value
 
     def batches(self, split: str, batch_size: int, generator: torch.Generator) -> Iterable[Any]:
-        """Call the user's method; also errors of the iteration are reported."""
+        """Call the user's method, and report errors of the iteration, too."""
         return UserBatches(self, split, batch_size, generator)
 
     def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
@@ -213,7 +213,7 @@ class UserTask:
 
 
 class UserBatches:
-    """The batches of a user's task, whose errors say so."""
+    """The batches of a user's task, whose errors name the task."""
 
     def __init__(self, task: UserTask, split: str, batch_size: int, generator: torch.Generator) -> None:
         self._name = f"{task.place}: batches({split!r}, {batch_size}, generator)"

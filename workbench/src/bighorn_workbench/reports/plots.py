@@ -56,7 +56,7 @@ def curves(
         axes.set_yscale("log")
         label_powers(axes.yaxis)
     if is_share(label):
-        # A batch without an error, which is at infinity, may leave the figure.
+        # A batch without an error is at infinity, and may be outside the figure.
         accuracy_scale(axes, [*np.fmin(means, max(values, default=1.0)), *values])
     axes.set(xlabel="step", ylabel=label, xlim=(0, max(end, 1)))
     axes.legend()
@@ -207,9 +207,9 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 
 @drawn
 def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float = WIDTH) -> str:
-    """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` says what the lines are.
+    """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` describes the lines.
 
-    A line has the same colour in all panels, and the legend those that are in any.
+    A line has the same colour in all panels, and the legend has the lines of every panel.
     """
     rows, columns = (1, len(panels)) if width == WIDTH else (len(panels), 1)
     figure = Figure(figsize=(width, max(3.2, 2.5 * rows)))

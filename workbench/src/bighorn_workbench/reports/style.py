@@ -54,10 +54,10 @@ TIP = "tip:"
 """The beginning of an id that :func:`to_svg` turns into the text that a browser shows above the point."""
 
 SMALLEST_ERROR = 1e-4
-"""The smallest error that an axis of accuracies tells from 0."""
+"""The smallest error that an axis of accuracies distinguishes from 0."""
 
 WIDTH, NARROW = 9.2, 4.4
-"""Inches: the width of the page's text column at its natural size, and that of a telephone."""
+"""Inches: the width of the page's text column at its natural size, and of a telephone."""
 
 
 ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)

@@ -34,7 +34,7 @@ def _compiled() -> Build:
     compiled = compiled_foreach()
 
     def build(params: Sequence[Tensor], lr: float, clip: float | None) -> Optimizer:
-        # float64 serves to measure errors, a tensor at a time: hundreds of compilations, and no need of one.
+        # float64 serves to measure errors, a tensor at a time: hundreds of compilations, none of which is needed.
         step: Step = loop if params[0].dtype == torch.float64 else compiled
         return clipped(BaselineLamb(params, lr, WEIGHT_DECAY, step), params, clip)
 
@@ -140,7 +140,7 @@ OWN_TABLES = {
         columns=("ms", "ratio", "p10-p90", "first step", "temporaries"),
         devices=("cpu",),
     ),
-    # What a device without our kernels would run.
+    # The optimizers that a device without our kernels would run.
     "plain": BenchTable(
         baseline="adamw",
         peers=(
@@ -173,7 +173,7 @@ def main() -> None:
     TABLES.update(OWN_TABLES)
     PARAM_SETS.update(CLIFFS)
     COLUMNS.update(traffic.COLUMNS, compile=compile_seconds)
-    from bighorn_workbench.bench import (  # the choices of its options are the tables that are known by now
+    from bighorn_workbench.bench import (  # the options accept the tables registered above
         INSTRUMENTS,
         bench,
     )

@@ -3,7 +3,7 @@
     python benchmarks/flat_step.py [--shapes vit_small] [--rounds 15]
 
 On 1 and 2 gloo ranks of one machine, each with its share of the cores and an equal part of a buffer of all parameters.
-The optimizers take turns, all ranks starting together; a time is that of the slowest rank, and a ratio is to torch's
+The optimizers take turns, all ranks starting together; a time is the slowest rank's, and a ratio is to torch's
 fused AdamW on the same flat tensor in the same turn. On 1 rank, `Lamb` and `Came` of whole parameters take turns, too.
 DeepSpeed's CPUAdam takes part if it is installed and its C++ compiles; its FusedLamb has a CUDA kernel alone.
 Writes benchmarks/results/flat-step.json.
@@ -108,7 +108,7 @@ def timed(shapes: Sequence[torch.Size], rounds: int) -> dict[str, Any]:
         try:
             contestants[name] = build(shapes)
             contestants[name].step()
-        except Exception as error:  # a peer's may be of any kind
+        except Exception as error:  # a peer may raise any error
             contestants.pop(name, None)
             found[name] = {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"}
     turns = torch.zeros(rounds, len(contestants), dtype=torch.float64)
@@ -127,7 +127,7 @@ def timed(shapes: Sequence[torch.Size], rounds: int) -> dict[str, Any]:
 
 
 def launch(count: int, shapes: str, rounds: int) -> Any:
-    """Run this file on some ranks, each with its share of the cores, and give what the first one found."""
+    """Run this file on some ranks, each with its share of the cores, and return the first one's result."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     variables = {"OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder:

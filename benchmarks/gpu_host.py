@@ -1,4 +1,4 @@
-"""What first steps and the host's part of steps take on a GPU: `python benchmarks/gpu_host.py FILE.json`.
+"""The time of first steps, and the host's part of steps, on a GPU: `python benchmarks/gpu_host.py FILE.json`.
 
 Parameters are many and small, so that the device has little to do. For each optimizer and number of tensors: the first
 step of a new optimizer, also where nothing is compiled any more, the time until a step returns, with gradients where
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure, print, and write the results."""
     content = {**provenance("python benchmarks/gpu_host.py", "cuda"), "device": cuda.facts(), "rows": []}
     for name, make in OPTIMIZERS.items():
         for tensors in SETS:

@@ -1,4 +1,4 @@
-"""What a step on a GPU costs the host: tables, addresses and launches, on a device that is only pretended.
+"""What a step on a GPU costs the host: tables, addresses and launches, on a simulated device.
 
 No GPU is needed, and none is measured: launches lead nowhere, so the driver's part of them and of uploads is missing.
 Run from the repository's root: `python benchmarks/gpu_host_share.py [FILE.json]`.
@@ -30,7 +30,7 @@ STEPS = 200
 
 
 def main() -> None:
-    """Measure, print, and write what was measured if a file is named."""
+    """Measure, print, and write the results if a file is named."""
     torch.set_num_threads(1)
     about = provenance("python benchmarks/gpu_host_share.py")
     rows = []
@@ -77,7 +77,7 @@ def measure(kind: type[Lamb | Came], tensors: int) -> dict[str, Any]:
 
 
 def launched(step: Callable[[], None]) -> list[Any]:
-    """What a step launches."""
+    """The launches of a step."""
     from triton.runtime import driver
 
     driver.active.launched.clear()

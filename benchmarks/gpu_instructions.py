@@ -3,7 +3,7 @@
     python benchmarks/gpu_instructions.py [TARGET]   # sm_90 by default
 
 A line for each kernel: the instructions in its largest loop over aligned tensors divided by a thread's elements, the
-registers, and the barriers of an iteration. Subroutines are not counted: a GPU divides 0 in one, and what is near the
+registers, and the barriers of an iteration. Subroutines are not counted: a GPU divides 0 in one, and numbers near the
 ends of float32. It issues at most one instruction per cycle in each of a multiprocessor's four schedulers: an H100 (132
 multiprocessors, 1.755 GHz) executes 30e12 a second, counted for single threads, which is 9 for each byte that its
 memory moves.

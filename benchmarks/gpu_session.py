@@ -3,7 +3,7 @@
 The steps, by default all in this order: smoke (do the kernels run, and are they right), cases (the tests over several
 workers), rest (the slow tests, one by one), bench (`bighorn bench` in fp32 and bf16), tuning (the sizes of blocks and
 tiles). Each has a time limit; together they take less than 25 minutes. If smoke fails, nothing else runs. The folder of
-results has a log of each step, the figures, and summary.json: what ran on what, with status and time. The exit status
+results has a log of each step, the figures, and summary.json: steps and versions, with status and time. The exit status
 is the number of steps that failed.
 """
 
@@ -74,7 +74,7 @@ STEPS = {
 
 
 def main() -> int:
-    """Run the steps, and print what became of them."""
+    """Run the steps, and print their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(STEPS)} (default: all)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
@@ -114,7 +114,7 @@ def gpu() -> dict[str, Any]:
 
 
 def run(step: Step, results: Path, log: Path) -> dict[str, Any]:
-    """Run the commands of a step; the first status that is not 0 is its own, or 124 where time ran out."""
+    """Run the commands of a step; return the first status that is not 0, or 124 if time ran out."""
     begin, status = time.monotonic(), 0
     with log.open("w") as output:
         for command in step.commands:
@@ -129,7 +129,7 @@ def run(step: Step, results: Path, log: Path) -> dict[str, Any]:
 
 
 def limited(command: list[str], seconds: float, output: Any) -> int:
-    """The exit status of a command; it and all that it has started are killed when time runs out."""
+    """The exit status of a command; it and its child processes are killed when time runs out."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.wait(max(1, seconds))

@@ -1,7 +1,7 @@
 """Device time of a step with other sizes of chunks, blocks and tiles: `python benchmarks/gpu_tuning.py [SHAPES]`.
 
-The first line of each optimizer and dtype has the sizes of the library. The sweep shows whether a device that was never
-measured needs other sizes.
+The first line of each optimizer and dtype has the sizes of the library. The sweep shows whether a new device needs
+other sizes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A ledger of what steps cost, in counts that are the same on every run: calls, opcodes, launches, cache misses.
+"""A ledger of the cost of steps, in counts that are the same on every run: calls, opcodes, launches, cache misses.
 
     python benchmarks/ledger.py [--because TEXT]   # write results/ledger.json, with the reason why rows are worse
     python benchmarks/ledger.py --check [ROW ...]  # compare with it
-    python benchmarks/ledger.py --names ROW ...    # print what is counted, by name
+    python benchmarks/ledger.py --names ROW ...    # print the counted names
 
 A check fails if a count is more than 1% above the file's, or above it at all if it is a whole number below 100.
 Misses of a cache may be 0.002 an element above it as well.
@@ -52,7 +52,7 @@ def count(row: str) -> Counts:
 
 
 def count_all(rows: Sequence[str]) -> tuple[dict[str, Counts], str]:
-    """Count the rows in two new processes. Return also why those of C are left out."""
+    """Count the rows in two new processes. Return also why the counts of C are left out."""
     found: dict[str, Counts] = {}
     of_python = [row for row in rows if row in ROWS]
     with ThreadPoolExecutor(2) as pool:
@@ -70,7 +70,7 @@ def _in_a_process(rows: list[str]) -> dict[str, Counts]:
     if not rows:
         return {}
     # Twice in four hundred runs, beside much other work, a process was aborted ("terminate called without an active
-    # exception"), and nothing said by which thread.
+    # exception"), and no output named the thread.
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, __file__, "--count", *rows]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=280, env=environment)
@@ -98,7 +98,7 @@ def comparable(row: str, counts: Counts, theirs: Mapping[str, str], ours: Mappin
 
 
 def errors(ledger: Ledger, found: Mapping[str, Counts], ours: Mapping[str, str]) -> list[str]:
-    """Return the faults of counts beside those of the file, one line each."""
+    """Compare counts with the file's, and return one line for each fault."""
     lines = [f"{row}: not in {FILE.name}; run `make ledger`" for row in found if row not in ledger["rows"]]
     for row, before in ledger["rows"].items():
         after = comparable(row, found.get(row, {}), ledger["made_with"], ours)

@@ -1,4 +1,4 @@
-"""What `ledger.py` counts: instruments that each count one step of a row, and cachegrind for the C library."""
+"""The counts of `ledger.py`: instruments that each count one step of a row, and cachegrind for the C library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NO_CALLS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
 class Calls:
-    """The calls of functions of the package, and its calls of functions in C, except those of a `map` and the like."""
+    """The calls of functions of the package, and its calls of functions in C, except calls by `map` and the like."""
 
     def __init__(self) -> None:
         self.names: Names = {"calls": Counter(), "c_calls": Counter()}
@@ -86,7 +86,7 @@ class Opcodes:
 
 
 class TorchCalls(TorchFunctionMode):
-    """The calls of torch's functions, methods and properties, also those of a `map` and the like."""
+    """The calls of torch's functions, methods and properties, also by `map` and the like."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: Names = {name: Counter() for name in counts}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation. An output whose memory is not that of an input was allocated."""
+        """Count the operation. An output that shares no memory with an input was allocated."""
         result, name = op(*args, **(kwargs or {})), op._schema.name.partition("::")[2]
         given, found = _storages((args, kwargs)), _storages(result)
         new = {key: size for key, size in found.items() if key not in given}

@@ -3,7 +3,7 @@
  *     ledger_kernels OPTIMIZER STORED STEPS PASSES
  *
  * OPTIMIZER is lamb, lars or came, STORED the dtype of weights, gradient and state: float32, bfloat16, or int8 or int4,
- * which is that of the state alone. PASSES more passes over the gradient are made in each step, for a test of the
+ * which is the state's alone. PASSES more passes over the gradient are made in each step, for a test of the
  * counts. */
 #include "../tests/csrc/library.h"
 

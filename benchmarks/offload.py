@@ -170,7 +170,7 @@ class Training:
 
 
 def least(overlap: str, passes: tuple[float, float], copy_s: float, step_s: float) -> float:
-    """The least seconds of a step, if everything waits for what it depends on, and all is divisible without end."""
+    """The least seconds of a step, if everything waits for its inputs only, and all work is infinitely divisible."""
     forward, backward = passes
     if overlap == "copies":
         return forward + max(backward, copy_s) + max(step_s, copy_s)
@@ -268,7 +268,7 @@ def main() -> None:
 
 
 def kind(row: dict[str, Any]) -> tuple[object, ...]:
-    """What a row measures; the passes as they were asked for."""
+    """The kind of a row; the passes as requested."""
     command = row["provenance"]["command"]
     return row["optimizer"], row["link_gb_per_s"], command.partition("--passes")[2]
 

@@ -1,4 +1,4 @@
-"""What a step asks of an accelerator without compiled kernels: calls of torch, copies, waits and temporaries.
+"""The cost of a step on an accelerator without compiled kernels: calls of torch, copies, waits and temporaries.
 
     PYTHONPATH=. python benchmarks/plain_torch.py [--rows Lamb,Came] [--shapes bert_base] [--json FILE]
     PYTHONPATH=. python benchmarks/plain_torch.py --times [--json FILE]
@@ -133,7 +133,7 @@ def timm_lamb(params: list[Parameter]) -> Any:
 
 
 def times(shapes: str, rounds: int) -> dict[str, Found | str]:
-    """Time steps on one thread of the CPU, relative to those of AdamW's lists in the same round."""
+    """Time steps on one thread of the CPU, relative to AdamW's lists in the same round."""
     torch.set_num_threads(1)
     lists.CACHED_BYTES = lists.GROUP_BYTES
 

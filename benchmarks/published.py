@@ -1,4 +1,4 @@
-"""The published tables of CPU steps: how each is measured, and whether it is of the present code.
+"""The published tables of CPU steps: how each is measured, and whether it still holds for the present code.
 
     python benchmarks/published.py [NAME ...]   # measure them again, 15 minutes; then run workbench/benchmarks/front.py
 
@@ -66,7 +66,7 @@ TABLES = {
     ),
 }
 OWN_TABLES = ("step-cliffs", "step-precision")
-"""Those of `bench_tables.py`, which has tables that `bighorn bench` has not."""
+"""The arguments of `bench_tables.py`, for tables that `bighorn bench` does not have."""
 
 
 def changed_since(name: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(commands: Sequence[Sequence[str]], variables: Mapping[str, str] | None = None, limit: float = 1800) -> None:
-    """Run the commands beside each other, each a rank; none outlives the others, and where one fails the program ends.
+    """Run the commands beside each other, each a rank; none outlives the others, and if one fails, the program ends.
 
     Args:
         commands: One for each rank.

@@ -1,13 +1,13 @@
-"""What releasing gradients inside backward saves in memory, and costs in messages, beside an ordinary step.
+"""The memory that released gradients save, and their cost in messages, beside an ordinary step.
 
     python benchmarks/release_gradients.py [--blocks N]
 
 A stack of transformer-sized matrices without biases (4 x width^2 and a pair of width x 4 width a block, as a GPT's),
 8 samples a step, so that activations are small beside weights. Each measurement is a process of its own: after two
-steps, in which state comes to be, the kernel's peak of resident memory is reset; it is read after two more, and what
-the process had before it built the model is taken off. One thread; memory does not depend on what else is running.
-Then two ranks shard the same stack, a block at a time, with fully_shard, and count the collectives of a third step.
-Writes benchmarks/results/release-gradients.json.
+steps, which create the state, the kernel's peak of resident memory is reset; it is read after two more, less the memory
+of the process before it built the model. One thread; memory does not depend on other programs. Then two ranks shard the
+same stack, a block at a time, with fully_shard, and count the collectives of a third step. Writes
+benchmarks/results/release-gradients.json.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def resident(field: str) -> int:
 
 
 def peak_of_steps(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> int:
-    """The peak of resident memory in the third and fourth step, after state has come to be."""
+    """The peak of resident memory in the third and fourth step, after the state was created."""
 
     def step() -> None:
         model(inputs).square().mean().backward()
@@ -70,7 +70,7 @@ def stack(blocks: int) -> nn.Sequential:
 def peak(name: str, released: bool, blocks: int) -> int:
     """Bytes, in this process."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: what is freed goes back to the kernel at once
+    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: freed memory goes back to the kernel at once
     nn.Linear(8, 8)(torch.ones(8, 8)).sum().backward()  # what torch itself allocates
     before = resident("VmRSS")
     model = stack(blocks)
@@ -99,7 +99,7 @@ def collectives(name: str, released: bool, blocks: int) -> dict[str, int]:
 
 
 def on_two_ranks(blocks: int) -> dict[str, dict[str, dict[str, int]]]:
-    """By optimizer, ordinary and released: what one of two ranks has counted."""
+    """By optimizer, ordinary and released: the counts of one of two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         again = [sys.executable, __file__, "--blocks", str(blocks), "--folder", folder, "--rank"]
         ranks.run([[*again, str(rank)] for rank in range(2)], limit=600)

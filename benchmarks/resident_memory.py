@@ -4,10 +4,10 @@
     python benchmarks/resident_memory.py [--blocks 8]
 
 The model is a stack of transformer-sized matrices of width 1,024, 100.7 million parameters with 8 blocks, and 8 samples
-a step, so that activations are small beside weights. Each measurement is a process of its own: after two steps, in
-which state comes to be, the kernel's peak of resident memory is reset. It is read after two more steps, less what the
-process had before it built the model. One thread; memory does not depend on what else is running.
-Writes benchmarks/results/resident-memory.json.
+a step, so that activations are small beside weights. Each measurement is a process of its own: after two steps, which
+create the state, the kernel's peak of resident memory is reset. It is read after two more steps, less the memory of the
+process before it built the model. One thread; memory does not depend on other programs. Writes
+benchmarks/results/resident-memory.json.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Contestant:
     """An optimizer, the dtype of its weights, and whether gradients are released inside backward.
 
     Attributes:
-        footprint: Its name and options for `bighorn memory`; None if that does not know it.
+        footprint: Its name and options for `bighorn memory`; None if it is unknown there.
     """
 
     build: Build
@@ -54,7 +54,7 @@ def adamw(dtype: torch.dtype) -> Contestant:
 
 
 def torchao(name: str, known: str | None = None) -> Contestant:
-    """Imported when it is wanted, since it may not be installed."""
+    """Import torchao on demand, since it may not be installed."""
 
     def build(params: Iterable[nn.Parameter]) -> Optimizer:
         made: Optimizer = getattr(import_module("torchao.optim"), name)(params, lr=1e-4, bf16_stochastic_round=True)
@@ -103,11 +103,11 @@ def stack(blocks: int, dtype: torch.dtype) -> nn.Sequential:
 def peak(name: str, blocks: int) -> int:
     """Bytes, in this process."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: what is freed goes back to the kernel at once
+    ctypes.CDLL(None).mallopt(-3, 64 << 10)  # M_MMAP_THRESHOLD: freed memory goes back to the kernel at once
     one = CONTESTANTS[name]
     warm = nn.Linear(
         128, 128, dtype=one.dtype
-    )  # what torch, its kernels and the optimizer's module allocate by themselves
+    )  # torch, its kernels and the optimizer's module allocate this by themselves
     warm(torch.ones(8, 128, dtype=one.dtype)).sum().backward()
     first = one.build(warm.parameters())
     first.step()

@@ -1,4 +1,4 @@
-"""A plan on paper for 1,024 GPUs, and what benchmarks/sharded_step.py has counted, as the tables of results/scale.md.
+"""A calculation for 1,024 GPUs, and the counts of benchmarks/sharded_step.py, as the tables of results/scale.md.
 
     python benchmarks/scale.py
 
@@ -26,7 +26,7 @@ TABLE = re.compile(r"(?<=<!-- )((?!end )\w+)( -->\n).*?(?=<!-- end -->)", re.DOT
 GPUS = 1024
 BUCKET = 25e6  # DistributedDataParallel's, in bytes
 GIGA = 1e9
-SUM_BYTES = 8  # norms, and what travels beside them, are float64
+SUM_BYTES = 8  # norms, and sums sent with them, are float64
 RESIDUAL_BYTES = 4  # CAME's second call has no norms in it
 
 
@@ -65,7 +65,7 @@ class Model:
         return [torch.empty(shape, device="meta") for shape in SHAPES[self.shapes]()]
 
     def groups(self) -> list[int]:
-        """Elements of what FSDP2 gathers at once: each block, and everything else."""
+        """Elements that FSDP2 gathers at once: each block, and everything else."""
         sizes = [tensor.numel() for tensor in self.tensors]
         end = self.before + self.block * self.blocks
         blocks = [sum(sizes[start : start + self.block]) for start in range(self.before, end, self.block)]
@@ -77,7 +77,7 @@ MODELS = (Model("BERT-large", "bert_large", 5, 16, 24), Model("Llama 7B", "llama
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step costs each GPU."""
+    """The cost of a step on each GPU."""
 
     name: str
     memory: float
@@ -94,7 +94,7 @@ class Plan:
 
 
 def plans(model: Model, optimizer: str) -> Iterator[Plan]:
-    """DDP, ZeRO-1 by whole tensors, and FSDP2 of fp32 weights and gradients that are computed with in bf16."""
+    """DDP, ZeRO-1 by whole tensors, and FSDP2 with fp32 weights and gradients, computed in bf16."""
     tensors = model.tensors
     sizes = [tensor.numel() for tensor in tensors]
     total = sum(sizes)
@@ -163,7 +163,7 @@ def norms_table() -> str:
 
 
 def single_rank() -> tuple[Mapping[str, float], str]:
-    """Seconds for each element in a step of BERT-large's shapes, by optimizer, and what they were measured on."""
+    """Seconds for each element in a step of BERT-large's shapes, by optimizer, and the machine of the measurement."""
     found = json.loads((HERE / "results" / "step-fp32.json").read_text())
     [row] = [row for row in found["results"] if row["shapes"] == "bert_large"]
     where = found["environment"]
@@ -172,7 +172,7 @@ def single_rank() -> tuple[Mapping[str, float], str]:
 
 
 def sent_table() -> str:
-    """What benchmarks/sharded_step.py has counted."""
+    """The counts of benchmarks/sharded_step.py."""
     path = HERE / "results" / "sharded-step.json"
     if not path.is_file():
         return "\nNot measured yet: `python benchmarks/sharded_step.py`.\n\n"
@@ -201,7 +201,7 @@ def sent_table() -> str:
 
 
 def release_table() -> str:
-    """What benchmarks/release_gradients.py has measured."""
+    """The measurements of benchmarks/release_gradients.py."""
     found = json.loads((HERE / "results" / "release-gradients.json").read_text())
     lines = [
         "",

@@ -1,12 +1,12 @@
-"""What a step of a sharded optimizer sends, and how long it takes: BERT-base's shapes on gloo ranks of one machine.
+"""The messages and the time of a sharded optimizer's step: BERT-base's shapes on gloo ranks of one machine.
 
     python benchmarks/sharded_step.py [--shapes bert_base] [--rounds 15]
 
 Collectives and their bytes are counted in a third step on 4 ranks, as torch dispatches them: a coalesced call over
 fifty tensors counts as one, and its bytes as all of theirs. Times are of the first layout, which is `fully_shard`'s, on
 2 and 4 ranks that share the machine's cores; the optimizer and torch's fused AdamW take turns, all ranks starting
-together, and a ratio is that of one turn. timm's optimizer is loaded as `bighorn bench` loads it.
-Writes benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes benchmarks/results/scale.md from it.
+together, and a ratio is of one turn. timm's optimizer is loaded as `bighorn bench` loads it. Writes
+benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes benchmarks/results/scale.md from it.
 """
 
 import argparse
@@ -77,7 +77,7 @@ TIMED = ("Lamb", "Lamb, max_grad_norm", "Came", "timm Lamb")
 
 
 def layouts() -> Mapping[str, Layout]:
-    """Where a tensor of some shape lies, on 4 ranks; small tensors are sharded too, as `fully_shard` does."""
+    """The placement of a tensor of some shape, on 4 ranks; small tensors are sharded too, as `fully_shard` does."""
     four = init_device_mesh("cpu", (RANKS,))
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
@@ -93,7 +93,7 @@ def layouts() -> Mapping[str, Layout]:
 
 
 def parameters(shapes: str, layout: Layout) -> list[Parameter]:
-    """Weights of BERT's size with gradients, the same whatever the layout."""
+    """Weights of BERT's size with gradients, the same for every layout."""
     generator = torch.Generator().manual_seed(0)
     params = []
     for shape in map(torch.Size, SHAPES[shapes]()):
@@ -118,7 +118,7 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
-            return NotImplemented  # it comes again as what it does to local tensors
+            return NotImplemented  # it is dispatched again for local tensors
         namespace, _, name = func.name().partition("::")
         if namespace in {"c10d", "_c10d_functional"} and not name.startswith(("wait", "_wrap")):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -141,14 +141,14 @@ def counted(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def count_all(shapes: str) -> dict[str, Any]:
-    """By optimizer and layout: what a step sends, or with what error it ends."""
+    """By optimizer and layout: the messages of a step, or its error."""
     table: dict[str, Any] = {}
     for name, build in OPTIMIZERS.items():
         table[name] = {}
         for place, layout in layouts().items():
             try:
                 table[name][place] = counted(build(parameters(shapes, layout)))
-            except Exception as error:  # a peer's may be of any kind, and is what is to be shown
+            except Exception as error:  # a peer may raise any error, which the table shows
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 text = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
                 table[name][place] = {"error": f"{type(error).__name__}: {text}", "where": Path(last.filename).name}
@@ -188,7 +188,7 @@ def timed(shapes: str, rounds: int) -> dict[str, Any]:
 
 
 def launch(count: int, task: str, shapes: str, rounds: int) -> Any:
-    """Run this file on some ranks, each with its share of the cores, and give what the first one found."""
+    """Run this file on some ranks, each with its share of the cores, and return the first one's result."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
     variables = {"OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
     with tempfile.TemporaryDirectory() as folder:

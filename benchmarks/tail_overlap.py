@@ -3,7 +3,7 @@
     python benchmarks/tail_overlap.py [--rounds 15] [--rates 0.5,1,3,inf] [--optimizers 'Lamb;torch AdamW']
 
 Each rank runs in a network namespace of its own; a veth pair between the two is shaped with tc's token bucket filter.
-That takes Linux, iproute2 and util-linux, and root or user namespaces. Everything goes with the processes that hold it.
+That takes Linux, iproute2 and util-linux, and root or user namespaces. Namespaces end with their processes.
 Writes benchmarks/results/tail-overlap.json.
 """
 
@@ -135,7 +135,7 @@ def run_rank(rank: int, folder: Path, model: str, rounds: int, optimizers: list[
 def figures(
     alone: list[tuple[float, float]], wire: list[float], turns: list[list[float]], buckets: list[int]
 ) -> dict[str, Any]:
-    """What could be hidden is the update of all buckets but the last, as far as communication takes so long.
+    """The update of all buckets except the last can be hidden, as far as communication takes so long.
 
     A share above 1 is noise of the link. With a global norm much less can be hidden: the sums of squares.
     """

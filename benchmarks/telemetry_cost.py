@@ -1,4 +1,4 @@
-"""What telemetry costs: one report every 50 steps, beside the optimizer's own steps on the shapes of real models.
+"""The cost of telemetry: one report every 50 steps, beside the optimizer's own steps on the shapes of real models.
 
     python benchmarks/telemetry_cost.py [--every 50] [--rounds 30] [--shapes tiny,vit_small,...]
 

@@ -2,7 +2,7 @@
 
     python workbench/benchmarks/adapters.py [--seeds N]
 
-The model, its texts and the way rates are chosen are those of `lora.py`, but the adapters are peft's. AdaLoRA allocates
+The model, its texts and the choice of rates are as in `lora.py`, but the adapters are peft's. AdaLoRA allocates
 its ranks from step 10 to step 80, and has no orthogonal regularization, which peft adds to models that return a loss.
 Writes workbench/benchmarks/results/adapters.json and the second table in results/lora.md.
 """

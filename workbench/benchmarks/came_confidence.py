@@ -1,7 +1,7 @@
 """`bighorn compare` with one more optimizer, CAME without its confidence: `came-unguided`.
 
 Its eps2 is so large that the instability is the same number everywhere, and a step is the momentum times a hundredth of
-the learning rate. What is left is Adafactor's second moment and clip with a momentum, at CAME's bytes. Its ranges of
+the learning rate. The rest is Adafactor's second moment and clip with a momentum, at CAME's bytes. Its ranges of
 learning rate and weight decay are to be a hundred times and a hundredth of CAME's.
 """
 

@@ -6,7 +6,7 @@
 Deviation: an optimizer with states in float32, the leader, trains the GPT of the task `text` at batch 16. Its gradients
 are also given to followers with states in fewer bits and weights of their own: how far these end from the leader's,
 relative to how far those have moved. Bytes and times are of a known model's shapes; a step takes turns with torch's
-fused AdamW's, as in `bighorn bench`. What does not run has its error in the table.
+fused AdamW's, as in `bighorn bench`. A contestant that does not run has its error in the table.
 Writes results/eight-bit.json, and from it the table in docs/precision-results.md; with --page that alone.
 """
 
@@ -46,7 +46,7 @@ def own(kind: type[Lamb | Came], state_dtype: Any) -> Build:
 
 
 def peer(module: str, name: str) -> Build:
-    """Imported when it is wanted, since it may not be installed."""
+    """Import a peer on demand, since it may not be installed."""
     return lambda params, lr: getattr(import_module(module), name)(params, lr=lr, weight_decay=WEIGHT_DECAY)
 
 
@@ -56,7 +56,7 @@ def adamw(params: Sequence[Tensor], lr: float) -> Optimizer:
 
 @dataclass(frozen=True)
 class Contestant:
-    """An optimizer; its weights are compared with those of its leaders."""
+    """An optimizer; its weights are compared with its leaders'."""
 
     build: Build
     lr: float
@@ -64,7 +64,7 @@ class Contestant:
 
 
 def forms(name: str, kind: type[Lamb | Came], lr: float, fewer: Sequence[str]) -> dict[str, Contestant]:
-    """What Bighorn keeps states in."""
+    """The dtypes and forms of Bighorn's states."""
     leader = f"{name}, float32"
     followers = {f"{name}, {dtype}": Contestant(own(kind, dtype), lr, (leader,)) for dtype in fewer}
     return {leader: Contestant(own(kind, "float32"), lr), **followers}
@@ -128,7 +128,7 @@ def distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Of all tensors in its state, those inside of tensors too; what several share counts once."""
+    """The bytes of all tensors in its state, inner ones included; shared memory counts once."""
     found: dict[int, int] = {}
 
     def count(value: object) -> None:
@@ -172,7 +172,7 @@ def measured(task: Text, steps: int, seeds: int, shapes: str, seconds: float) ->
     for name, contestant in CONTESTANTS.items():
         try:
             rows[name] = costs(contestant.build, shapes, seconds) | {"deviation_from": {}}
-        except Exception as error:  # a peer's may be of any kind, and is what is to be shown
+        except Exception as error:  # a peer may raise any error, which the table shows
             rows[name] = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"}
         print(name, rows[name], flush=True)
     able = {name: contestant for name, contestant in CONTESTANTS.items() if "error" not in rows[name]}

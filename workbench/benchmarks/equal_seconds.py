@@ -1,10 +1,10 @@
-"""Times the steps of the comparisons at equal tuning, on a machine with nothing beside.
+"""Times the steps of the comparisons at equal tuning, on an idle machine.
 
     python workbench/benchmarks/equal_seconds.py MNIST_DIR TEXT_FILE [STUDY ...]
 
 At each batch size the optimizers take turns, one process with one thread, with the options that their trials chose: the
-first steps of a run, the first few of them left out, three times. The runs themselves had other programs beside.
-`python workbench/benchmarks/equal_tuning.py` then writes the column.
+first steps of a run, the first few of them left out, three times. The runs themselves shared the machine with other
+programs. `python workbench/benchmarks/equal_tuning.py` then writes the column.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python workbench/benchmarks/equal_tuning.py
 
 Each optimizer got the same number of trials at each batch size, of which validation data chose one; then fresh seeds
-trained with it, and the test data were looked at. The page says where the tables of NAME.json are; the pictures are
-results/NAME.svg and results/NAME-rates.svg.
+trained with it, and was evaluated on the test data. The page marks the place of the tables of NAME.json; the pictures
+are results/NAME.svg and results/NAME-rates.svg.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cell:
         return {run["seed"]: _value(run, self.metric) for run in runs}
 
     def new_seeds(self, count: int) -> tuple[int, ...]:
-        """Return seeds above those of its final runs."""
+        """Return seeds above its final runs' seeds."""
         first = max(self.finals) + 1
         return tuple(range(first, first + count))
 
@@ -149,7 +149,7 @@ def spread(cell: Cell) -> str:
 
 
 def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Return a row of the table: results on test data, what the trials say about tuning, bytes and seconds.
+    """Return a row of the table: results on test data, figures of the trials, bytes and seconds.
 
     Args:
         cell: The optimizer.
@@ -183,7 +183,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _command(saved: dict[str, Any]) -> list[str]:
-    command = saved.get("command_now", saved["command"])  # that of today which asks the same
+    command = saved.get("command_now", saved["command"])  # the same command in today's form
     wrapped = textwrap.wrap(command, 80, break_long_words=False, break_on_hyphens=False)
     return ["```bash", " \\\n  ".join(wrapped), "```", ""]
 
@@ -290,7 +290,7 @@ def pairs(words: str) -> str:
 
 
 def decays(names: str) -> str:
-    """Return how far each optimizer's metric moved when it was tuned again, corrected for those of the same batch."""
+    """Return how far each optimizer's metric moved when it was tuned again, corrected for comparisons at the batch."""
     found: dict[tuple[str, int], dict[str, str]] = {}
     for name in names.split(","):
         old_cells = [Cell(each, CLASSES.get(name, 10)) for each in load(name)["before"]]
@@ -359,7 +359,7 @@ def pictures(name: str) -> dict[str, str]:
 
 
 def names(*kinds: str) -> list[str]:
-    """Return the comparisons of the notebook, or those with some kinds of table."""
+    """Return the comparisons of the notebook, or comparisons with some kinds of table."""
     wanted = "|".join(kinds or ("equal tuning", "four rates"))
     return re.findall(rf"<!-- (?:{wanted}) of (\S+) -->", NOTEBOOK.read_text())
 

@@ -1,4 +1,4 @@
-"""Repeats every cell of the published comparisons, and holds what comes out against the published intervals.
+"""Repeats every cell of the published comparisons, and compares the results with the published intervals.
 
     make evidence MNIST=DIR TEXT=FILE
 
@@ -37,8 +37,8 @@ STUDIES = {
     **dict.fromkeys(("equal-resnet-steps-60", "equal-lenet-steps-60"), "mnist"),
     "equal-digits": None,
 }
-"""The published comparisons, each with the option that names its data, those of long runs first, so that no process is
-idle at the end. Not LAMB's appendix: a run takes two minutes."""
+"""The published comparisons, each with the option that names its data. Long runs come first, so that no process is idle
+at the end. LAMB's appendix is left out: a run takes two minutes."""
 
 NEEDED = {
     "mnist": "--mnist DIR (make evidence MNIST=DIR), a folder with MNIST's four idx files",
@@ -64,7 +64,7 @@ class Repeat:
 
 
 def repeats(study: str, data: str | None) -> list[Repeat]:
-    """Return what is run again of a comparison: of all a tenth, which takes ten minutes of two cores."""
+    """Return the cells of a comparison to repeat: of all a tenth, which takes ten minutes of two cores."""
     found = []
     for cell in (each for row in cells_of(study).values() for each in row):
         published = len(cell.trials) + len(cell.finals)
@@ -74,7 +74,7 @@ def repeats(study: str, data: str | None) -> list[Repeat]:
 
 
 def results(work: Sequence[Repeat], run: Callable[[RunConfig], Any], processes: int) -> Iterator[list[Any]]:
-    """Yield for each cell what a function of a run's options returns for its seeds, in processes of their own."""
+    """Yield for each cell the results of a function of a run's options for its seeds, in processes of their own."""
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = [[pool.submit(run, replace(each.config, seed=seed)) for seed in each.seeds] for each in work]
         for cell in futures:
@@ -99,7 +99,7 @@ def agreement(published: Sequence[float], repeated: Sequence[float], cells: int)
 
 
 def judged(found: Iterable[tuple[Repeat, Sequence[float]]]) -> tuple[list[str], list[str]]:
-    """Return a line for each cell, and the lines of those that do not agree with what is published."""
+    """Return a line for each cell, and the lines of cells that do not agree with the published results."""
     found = list(found)
     lines, differing = [], []
     for repeat, values in found:
@@ -117,7 +117,7 @@ def judged(found: Iterable[tuple[Repeat, Sequence[float]]]) -> tuple[list[str], 
 
 
 def wrong_data(study: str, repeat: Repeat) -> str | None:
-    """Return a message if the data are not those of the published comparison."""
+    """Return a message if the data differ from the published comparison's."""
     task = load(repeat.config.task, repeat.config.data)
     if fingerprint(task, repeat.cell.batch) == load_file(study)["data"]["sha256"]:
         return None

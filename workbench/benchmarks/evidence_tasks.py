@@ -16,7 +16,7 @@ from bighorn_workbench.builtin_tasks.text import CONTEXT, GPT, Text
 class Scaled(nn.Module):
     """Map ``[batch, 28, 28]`` pixels to ``[batch, 1, 28, 28]`` numbers of about the size of 1.
 
-    The strides are those of ``torch.channels_last``, with which these convolutions take up to half the time.
+    The strides are ``torch.channels_last``'s, with which these convolutions take up to half the time.
     """
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -142,10 +142,10 @@ class LittleText(LargerCharacters):
 
 
 class Encoder(nn.Module):
-    """A transformer that sees both sides of a token: pre-norm layers, without dropout.
+    """A bidirectional transformer: pre-norm layers, without dropout.
 
-    Positions are fixed sines and cosines of the size of an embedding. With learned ones, as BERT has, the loss stays
-    where counting tokens brings it for several times as many steps.
+    Positions are fixed sines and cosines of the size of an embedding. With learned ones, as in BERT, the loss stays at
+    the level of token counts for several times as many steps.
     """
 
     def __init__(self, tokens: int, width: int, layers: int) -> None:
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
 class MaskedCharacters(Characters):
     """BERT's masked language model on the characters of a text: 1.8 million parameters, four layers of width 192.
 
-    Of the characters of a window 30% are to be restored: 80% of these are masked, 10% replaced, and 10% kept.
+    Of the characters of a window 30% are to be restored: 80% of the 30% are masked, 10% replaced, and 10% kept.
     """
 
     epochs = 0.65

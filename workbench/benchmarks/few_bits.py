@@ -1,4 +1,4 @@
-"""What training loses with fewer bits of state and of weights: each form beside float32, over the same seeds.
+"""The loss of training with fewer bits of state and of weights: each form beside float32, over the same seeds.
 
     python workbench/benchmarks/few_bits.py MNIST_DIR TEXT_FILE [--seeds 5] [--processes 2]
     python workbench/benchmarks/few_bits.py --page
@@ -59,7 +59,7 @@ ADAPTERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def config_of(cell: equal_tuning.Cell, data: str, form: dict[str, Any], seed: int) -> RunConfig:
-    """Return the options of a run: those of a cell, in another form."""
+    """Return the options of a cell's run, in another form."""
     config = cell.config(data)
     if "weight_rounding" in form:
         rounding = f"weight_rounding={form['weight_rounding']}"

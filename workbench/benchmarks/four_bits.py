@@ -1,11 +1,11 @@
-"""What CAME's momentum loses in 4 bits: the code of `kernels/codec.py` beside others, by block and by rounding.
+"""The error of CAME's momentum in 4 bits: the code of `kernels/codec.py` beside others, by block and by rounding.
 
     python workbench/benchmarks/four_bits.py [--steps N] [--seeds N] [--data FILE]
     python workbench/benchmarks/four_bits.py --page
 
 First the error of the step: a small GPT is trained with the momentum in float32, on the task `text`. Beside it the
-momentum of each matrix is kept in every form too, advanced by the same u and rounded at each step; the error is that of
-m relative to its norm. Then training itself, for the forms of `TRAINED`: the loss on test data after as many steps.
+momentum of each matrix is kept in every form too, advanced by the same u and rounded at each step; the error is m's
+relative to its norm. Then training itself, for the forms of `TRAINED`: the loss on test data after as many steps.
 Writes workbench/benchmarks/results/four-bits.json, and with --page only its table in results/precision.md.
 """
 
@@ -160,7 +160,7 @@ def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the losses of the forms that were trained, beside float32's of the same seeds, and their errors."""
+    """Return the losses of the forms that were trained, beside float32's of the same seeds, and the errors."""
     exact = found["losses"]["float32"]
     head = ("codes, block, rounding", "error of m", "loss", "beside float32")
     rows = [f"| {' | '.join(head)} |", "|---|---|---|---|"]

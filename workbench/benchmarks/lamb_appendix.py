@@ -30,7 +30,7 @@ TASK = "workbench/benchmarks/evidence_tasks.py:LeNet"
 EPOCHS, SEEDS = 30.0, 5
 RATES = (1e-4, 1e-3, 1e-2, 1e-1)
 NAMES = {"momentum": "sgd", "adagrad": "adagrad", "adam": "adam", "adamw": "adamw", "lamb": "lamb"}
-"""The table's names of optimizers, each with that of the command line."""
+"""The table's names of optimizers, each with its name on the command line."""
 
 OPTIMIZERS["adagrad"] = Recipe("torch.optim.Adagrad", 0.01, 0.0, {}, {}, torch.optim.Adagrad)
 

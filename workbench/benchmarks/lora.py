@@ -1,4 +1,4 @@
-"""When LAMB trains LoRA too slowly, and what helps.
+"""The cases in which LAMB trains LoRA too slowly, and the remedies.
 
     python workbench/benchmarks/lora.py [--seeds N]
 

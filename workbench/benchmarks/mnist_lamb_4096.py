@@ -20,7 +20,7 @@ RESULT = Path(__file__).parent / "results" / "mnist-lamb-4096.json"
 
 def main() -> None:
     [data] = sys.argv[1:]
-    found = commit()  # before the runs: what is committed meanwhile is not what ran
+    found = commit()  # before the runs, since a later commit is not the one that ran
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:

@@ -2,7 +2,7 @@
 
     python workbench/benchmarks/more_seeds.py equal-resnet 15 --data DIR
 
-All cells have as many then, whatever came of those before, and the file says which commit added them. Then
+All cells then have the same number, independent of earlier results; the file names the commit that added seeds. Then
 `python workbench/benchmarks/equal_tuning.py` writes the page.
 """
 
@@ -24,7 +24,7 @@ from result_files import load as load_file
 
 
 def run(config: RunConfig) -> dict[str, Any]:
-    """Return a run of the key "more", which leaves the planned runs and what was computed of them as they were."""
+    """Return a run of the key "more", which leaves the planned runs and the figures from them unchanged."""
     task = load(config.task, config.data)
     trial = make(config, task, "test", evaluations=1)
     loss = trial.loss if math.isfinite(trial.loss) else None

@@ -1,4 +1,4 @@
-"""Figures of this project's pages, beside those of the reports."""
+"""Figures of this project's pages, in addition to the reports' figures."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What LAMB and CAME cost and what they come to in each precision: the first table of docs/precision-results.md.
+"""The cost and the loss of LAMB and CAME in each precision: the first table of docs/precision-results.md.
 
     python workbench/benchmarks/precision_table.py [--shapes bert_base] [--seconds 4] [--page]
 
-A step takes turns with that of the same optimizer whose weights, gradients and states are float32. Bytes are of the
-same shapes; losses are those of `bighorn compare --task text`, in precision-text.json and came-text.json.
-Writes results/precision-table.json, and from it the table in docs/precision-results.md; with --page
-that alone.
+A step takes turns with a step of the same optimizer whose weights, gradients and states are float32. Bytes are of the
+same shapes; losses come from `bighorn compare --task text`, in precision-text.json and came-text.json. Writes
+results/precision-table.json, and from it the table in docs/precision-results.md; with --page that alone.
 """
 
 import argparse
@@ -44,7 +43,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What tells it from other rows."""
+        """The name that distinguishes the row."""
         return f"{self.kind.__name__}, {str(self.weights).removeprefix('torch.')}, {self.rounding}, {self.state}"
 
     @property
@@ -117,7 +116,7 @@ def exact(row: Row) -> Row:
 
 
 def measured(shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """Bytes of state, and the time of a step beside that in float32; a row in float32 is beside another of its kind."""
+    """Bytes of state, and the time of a step beside float32; a row in float32 is beside another of its kind."""
     found = {}
     for row in ROWS:
         baseline = exact(row).optimizer(shapes)

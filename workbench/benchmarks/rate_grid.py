@@ -1,4 +1,4 @@
-"""An exhaustive grid of learning rates for tasks that are not part of the workbench: what its answers are held against.
+"""An exhaustive grid of learning rates for tasks outside the workbench, to compare its answers with.
 
 python workbench/benchmarks/rate_grid.py JSON   # 24 rates x 5 seeds x 3 optimizers x 12 tasks: 40 minutes of a core
 """
@@ -36,7 +36,7 @@ def rates(name: str, count: int = RATES) -> list[float]:
 
 
 def run(place: str, name: str, lr: float, seed: int) -> float:
-    """Return the metric on test data after training with defaults, but for the rate."""
+    """Return the metric on test data after training with defaults, except for the rate."""
     task = loaded(place)
     config = replace(RunConfig(task=place, threads=1, optimizer=name).resolved(task), lr=lr, seed=seed)
     return make(config, task, "test", evaluations=1).value

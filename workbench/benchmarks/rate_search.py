@@ -54,7 +54,7 @@ def loss_of(grid: dict[str, list[float | None]], metric: str, lr: float | None =
 
 
 def cell(task: dict[str, Any], name: str, rates: list[float]) -> dict[str, Any]:
-    """Return what the suggestions of an optimizer come to on a task."""
+    """Return the results of an optimizer's suggestions on a task."""
     metric, grid = task["metric"], task["grid"][name]
     best, found = loss_of(grid, metric), [loss_of(grid, metric, lr) for lr in rates]
     share = is_share(metric)
@@ -69,7 +69,7 @@ def cell(task: dict[str, Any], name: str, rates: list[float]) -> dict[str, Any]:
 
 
 def main(grid_file: Path, file: Path) -> None:
-    """Search for each cell, and write what came of it."""
+    """Search for each cell, and write the results."""
     tasks = json.loads(grid_file.read_text())["tasks"]
     about = provenance(f"python {' '.join(sys.argv)}")
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""What changes when an option of a tuned optimizer is changed: the last table in results/equal-tuning.md.
+"""The effect of changing an option of a tuned optimizer: the last table in results/equal-tuning.md.
 
     python workbench/benchmarks/sensitivity.py STUDY TEXT_FILE JSON
 
@@ -30,7 +30,7 @@ from bighorn_workbench.tasks import defaults
 from equal_tuning import cells_of
 
 NAMES = {"equal-characters": ("adamw", "lamb", "came", "adafactor"), "equal-gpt": ("nesterov", "lars")}
-"""The optimizers by study: that of the smaller GPT has neither momentum nor LARS."""
+"""The optimizers by study: the smaller GPT's has neither momentum nor LARS."""
 
 SEEDS = range(1, 6)
 

@@ -1,11 +1,11 @@
-"""What LAMB's moments lose in few bits: the forms of `kernels/codec.py` beside others that were tried.
+"""The errors of LAMB's moments in few bits: the forms of `kernels/codec.py` beside others that were tried.
 
     python workbench/benchmarks/state_codecs.py [--steps N]
 
 A model is trained in float32, on `digits` and on `text`. Beside it the moments of each matrix of 4,096 elements or more
-are kept in every form too, advanced by the same gradients and rounded at each step. Every 25 steps: the error of
-r = m / (sqrt(v) + eps) relative to its norm, and that of the trust ratio.
-Writes workbench/benchmarks/results/state-codecs.json.
+are kept in every form too, advanced by the same gradients and rounded at each step. Every 25 steps: the error of r = m
+/ (sqrt(v) + eps) relative to its norm, and the error of the trust ratio. Writes
+workbench/benchmarks/results/state-codecs.json.
 """
 
 import argparse

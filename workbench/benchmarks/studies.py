@@ -1,6 +1,6 @@
 """The results of `bighorn compare` in pages beside their files: writes them into the pages, and draws them.
 
-A page says where: between `<!-- figures of NAME -->`, for NAME.json, and `<!-- end of figures -->`.
+The place in a page is between `<!-- figures of NAME -->`, for NAME.json, and `<!-- end of figures -->`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STUDIES = {
     for path in sorted(RESULTS.glob("*.json"))
     if "cells" in (saved := load(path.stem)) and "trials" not in saved["config"]
 }
-"""Those whose rates were tuned on grids; `equal_tuning.py` has the others."""
+"""The comparisons whose rates were tuned on grids; `equal_tuning.py` has the others."""
 
 
 def cells_of(saved: dict[str, Any]) -> list[Cell]:
@@ -86,7 +86,7 @@ def table(name: str) -> str:
 
 
 def _seen(cells: list[Cell]) -> str:
-    """What the picture shows, in words: mean losses, or mean accuracies by batch size."""
+    """The picture in words: mean losses, or mean accuracies by batch size."""
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     if len(cells) == len(names):
         return "Test loss: " + ", ".join(f"{cell.optimizer} {cell.loss[1]:.3f}" for cell in cells)
@@ -99,7 +99,7 @@ def _seen(cells: list[Cell]) -> str:
 
 
 def command(saved: dict[str, Any]) -> str:
-    """The command of today that asks the same: those of the files have grids of rates, and some name a study."""
+    """The same command in today's form: the files' commands have grids of rates, and some name a study."""
     asked = re.sub(r" --(lrs|tuning-seeds) \S+", "", _written(saved))
     return asked.replace("--task mnist-rows", "--task workbench/benchmarks/mnist_rows.py:MnistRows")
 

@@ -2,11 +2,11 @@
 
     python workbench/benchmarks/trust_ratios.py [--task text] [--steps 200] [--seeds 3] [--jobs 2]
 
-The same training for each, by its own gradients, so that differences grow as rounding errors do in any training: how
-much of that is not the states' is shown by a fourth run, in float32 too, whose weights started a millionth off.
-Relative differences are those of one matrix in one step from float32's.
-Writes workbench/benchmarks/results/trust-ratios.json and results/trust-ratios.svg; with --picture only the latter, from
-the former.
+The same training for each, by its own gradients, so that differences grow as rounding errors do in any training: a
+fourth run shows how much of them is not due to the states, in float32 too, whose weights started a millionth off.
+Relative differences are of one matrix in one step from float32's. Writes
+workbench/benchmarks/results/trust-ratios.json and results/trust-ratios.svg; with --picture only the latter, from the
+former.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def differences(ratios: Ratios, exact: Ratios) -> Ratios:
 
 
 def over_seeds(values: list[list[float]]) -> list[float]:
-    """The median of what several runs have in each step."""
+    """The median of several runs in each step."""
     return [statistics.median(each) for each in zip(*values, strict=True)]
 
 

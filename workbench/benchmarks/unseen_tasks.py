@@ -231,7 +231,7 @@ class Markov(Classes):
 
 
 class Sorting(Classes):
-    """Sequences of 8 digits to sort, as in minGPT's demo, by an encoder that sees all of them."""
+    """Sequences of 8 digits to sort, as in minGPT's demo, by a bidirectional encoder."""
 
     batch_size, epochs = 32, 8.0
 
@@ -246,7 +246,7 @@ class Sorting(Classes):
 
 
 class Poisson(Samples):
-    """The equation u'' = f on [-1, 1] with zero ends, by a network that is to fulfil it (arXiv:1711.10561v1)."""
+    """The equation u'' = f on [-1, 1] with zero ends, by a network trained to satisfy it (arXiv:1711.10561v1)."""
 
     metric, steps = "l2_error", 300
 
@@ -264,7 +264,7 @@ class Poisson(Samples):
         return (math.pi * x).sin() + 0.3 * (3 * math.pi * x).sin()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean squared residual and that of the ends."""
+        """Return the mean squared residual of the equation and of the ends."""
         x = batch[0][:, None].detach().requires_grad_()
         u = model(x)
         (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)

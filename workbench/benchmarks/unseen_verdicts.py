@@ -1,4 +1,4 @@
-"""Whether verdicts of `bighorn compare` on tasks that nobody here chose are right: beside an exhaustive grid of rates.
+"""Whether verdicts of `bighorn compare` on tasks from published examples are right, beside an exhaustive grid of rates.
 
     python workbench/benchmarks/unseen_verdicts.py GRID JSON [BUDGET]   # GRID of rate_grid.py; two minutes a task
 
@@ -47,7 +47,7 @@ def asked(task: str, budget: str) -> dict[str, Any]:
 
 
 def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]:
-    """Return for each optimizer what the command and the grid say of it."""
+    """Return for each optimizer the verdicts of the command and of the grid."""
     said = {found[1]: 1 if found[2] == "ahead of" else -1 for line in words if (found := SETTLED.match(line))}
     metric, grid = saved["metric"], saved["grid"]
     verdicts = {}

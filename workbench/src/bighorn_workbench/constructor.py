@@ -14,8 +14,8 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
     Args:
         config: The resolved options of a run, with a schedule that is linear after its warm-up.
         steps: The steps of the run.
-        excluded: Whether the user's ``task.excluded`` names the parameters without weight decay. Default: False, those
-            of fewer than two dims
+        excluded: Whether the user's ``task.excluded`` names the parameters without weight decay. Default: False,
+            parameters of fewer than two dims
 
     Example:
         >>> print(constructor(RunConfig(batch_size=32, lr=0.01, weight_decay=0.1), steps=100))

@@ -1,5 +1,5 @@
 /* The interface between came.c (schedule) and came_loops.c (arithmetic, once per instruction set). Symbols follow
- arXiv:2307.02047v2, Algorithm 2. */
+ * arXiv:2307.02047v2, Algorithm 2. */
 #ifndef BIGHORN_CAME_H
 #define BIGHORN_CAME_H
 

@@ -1,6 +1,6 @@
 /* One tensor's step of an optimizer whose second moment is factored into averages of rows and of columns, as factored.c
  * (schedule), factored_shards.c, factored_averages.c and factored_loops.c share it. Symbols follow arXiv:2307.02047v2,
- Algorithm 2, and Adafactor for the second moment. */
+ * Algorithm 2, and Adafactor for the second moment. */
 #ifndef BIGHORN_FACTORED_JOB_H
 #define BIGHORN_FACTORED_JOB_H
 

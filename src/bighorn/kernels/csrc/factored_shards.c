@@ -4,7 +4,7 @@
  * A shard of whole rows has the averages of its rows, and a part of each column's average; a shard of whole columns,
  * the reverse. An average that is split is added up over the shards. If one dim is split, the sum of u^2 is mean(row)
  * sum_j (sum_i q_ij / row_i) / col_j. Its inner sums are added up in the same round as the averages, and so are the
- inner sums of the confidence. */
+ * inner sums of the confidence. */
 #include "factored_shards.h"
 
 #include <math.h>

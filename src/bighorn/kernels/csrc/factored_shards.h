@@ -6,7 +6,7 @@
 #include "factored_job.h"
 
 /* Addresses, in the sums of the reduction rounds, of the numbers that are added up; NULL for numbers that are not
- exchanged. */
+ * exchanged. */
 typedef struct {
     double *inner;     /* split one way: ratios, added up along the split, or a matrix's sum of 1 / sqrt(average) */
     double *row, *col; /* averages of the lines that are split */

@@ -9,8 +9,8 @@
 enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
 
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or with float32 masters. The loop for
- masters adds up squares in another order than the loop for float32 gradients, so it is used only if x does not depend
- on the sums. */
+ * masters adds up squares in another order than the loop for float32 gradients, so it is used only if x does not
+ * depend on the sums. */
 static int has_bfloat16_grads(const LayerChunk *b, const LambFloats *f, const enum LambUpdateUse after) {
     const Weights *w = &b->row->weights;
     const int has_masters =

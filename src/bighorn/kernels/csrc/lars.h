@@ -1,5 +1,5 @@
 /* The interface between lars.c (schedule, trust ratio) and lars_loops.c (arithmetic, once per instruction set). Symbols
- * are those of arXiv:1708.03888v3, Algorithm 1. */
+ * follow arXiv:1708.03888v3, Algorithm 1. */
 #ifndef BIGHORN_LARS_H
 #define BIGHORN_LARS_H
 

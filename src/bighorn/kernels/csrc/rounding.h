@@ -88,8 +88,7 @@ FORCE_INLINE_TEMPLATE uint32_t with_8_bits(const int type, float value) {
     return (to_bits(value + raised(type, value)) + (1u << (unit - 1))) & (0xffffffffu << unit);
 }
 
-/* Rounds a value to the half from which its `bits` (`with_8_bits`) are -128 to 127 units: up in a tie.
- */
+/* Rounds a value to the half from which its `bits` (`with_8_bits`) are -128 to 127 units: up in a tie. */
 FORCE_INLINE_TEMPLATE uint16_t to_half_below(const int type, float value, uint32_t bits) {
     const int dropped = dropped_bits(type);
     float near = from_bits((bits + (1u << (dropped - 1))) & (0xffffffffu << dropped)) - raised(type, value);
@@ -106,7 +105,7 @@ FORCE_INLINE_TEMPLATE int8_t lost_units(const int type, float value, uint32_t bi
 }
 
 /* A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below 0's are NaN, so the
- compensation of 0 is ignored. */
+ * compensation of 0 is ignored. */
 FORCE_INLINE_TEMPLATE float with_lost_bits(const int type, float near, int16_t lost) {
     float shift = raised(type, near);
     return from_bits(to_bits(near + shift) + (uint32_t)(near + shift == 0 ? 0 : lost)) - shift;

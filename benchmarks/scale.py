@@ -135,7 +135,7 @@ def plan_table() -> str:
     measured, machine = single_rank()
     head = "| model | optimizer | plan | memory a GPU, GB | collectives: training + optimizer | GB sent |"
     head += " on the fast link, ms: training + optimizer | on the slow one | step itself, ms |"
-    lines = ["", f"The step itself is that of {machine}, for as many elements as the busiest rank steps.", ""]
+    lines = ["", f"The step itself was measured on {machine}, for as many elements as the busiest rank steps.", ""]
     lines += [head, "|---" * 9 + "|"]
     for model in MODELS:
         for optimizer in ("lamb", "came"):
@@ -168,7 +168,7 @@ def single_rank() -> tuple[Mapping[str, float], str]:
     [row] = [row for row in found["results"] if row["shapes"] == "bert_large"]
     where = found["environment"]
     times = {one["name"]: one["ms"]["median"] / 1e3 / row["parameters"] for one in row["optimizers"]}
-    return times, f"one process with {where['threads']} threads of an {where['processor']}, not of a GPU"
+    return times, f"one process with {where['threads']} threads of an {where['processor']}, not on a GPU"
 
 
 def sent_table() -> str:

@@ -196,8 +196,7 @@ def _about(name: str) -> list[str]:
     saved = load(name)
     config = saved["config"]
     added = "".join(
-        f"; {_listed(tuned['optimizers'])} as that of commit {tuned['commit'][:7]}"
-        for tuned in saved.get("tuned_again", ())
+        f"; {_listed(tuned['optimizers'])} as at commit {tuned['commit'][:7]}" for tuned in saved.get("tuned_again", ())
     )
     added += "".join(
         f"; {more['seeds']} seeds for {_listed(more['optimizers'])} by commit {more['commit'][:7]}"

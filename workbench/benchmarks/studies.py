@@ -70,9 +70,9 @@ def table(name: str) -> str:
         "```",
         "",
         f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
-        f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command of commit "
-        f"{saved['commit'][:7]} did, fewer than the trials that it asks for today; {config['precision']} but where a "
-        f"name says otherwise ([all runs]({name}.json)).",
+        f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command did at "
+        f"commit {saved['commit'][:7]}, with fewer trials than it makes today; {config['precision']} unless a name has "
+        f"another precision ([all runs]({name}.json)).",
         "",
         "| " + " | ".join(head) + " |",
         "|---" * len(head) + "|",

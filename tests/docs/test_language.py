@@ -1,23 +1,17 @@
-"""README, pages, public docstrings, help and messages without turns of phrase that made them hard to read."""
+"""Pages, notebooks, docstrings, comments, help and messages without turns of phrase that made them hard to read."""
 
 from __future__ import annotations
 
 import ast
-import inspect
+import io
 import re
-import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 
 from bighorn_workbench.commands import bighorn as commands
-
-pytest.importorskip("sphinx")
-sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
-
-import complete
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,18 +33,54 @@ GONE = {
 
 ALLOWED = {"Not as there": "a mark in the table of presets"}
 
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "workbench/README.md",
+    "docs/*.md",
+    "benchmarks/**/*.md",
+    "workbench/benchmarks/**/*.md",
+]
+
+SOURCES = ["src", "workbench/src", "benchmarks", "workbench/benchmarks"]
+
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield texts by name: pages without code, docstrings of public names, help of commands, and messages."""
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
-        yield page.name, re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for name, thing in complete.public():
-        yield name, inspect.getdoc(thing) or ""
+    """Yield pages without code, and the help of commands."""
+    for page in sorted(page for pattern in PAGES for page in ROOT.glob(pattern)):
+        text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        yield str(page.relative_to(ROOT)), text
     context = click.Context(commands, info_name="bighorn")
     for name in commands.list_commands(context):
         command = commands.get_command(context, name)
         assert command is not None
         yield f"bighorn {name}", command.get_help(click.Context(command, info_name=name, parent=context))
+
+
+def remarks() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings and comments of the library, the workbench and the benchmarks."""
+    readers = {".py": of_python, ".c": of_c, ".h": of_c}
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.*")):
+        if path.suffix in readers:
+            yield from ((str(path.relative_to(ROOT)), text) for text in readers[path.suffix](path.read_text()))
+
+
+def of_python(source: str) -> Iterator[str]:
+    """Yield the docstrings, also of variables, and the comments; those on consecutive lines are one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    lines = dict.fromkeys(range(source.count("\n") + 2), "\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0]] = f" {token.string.lstrip('#')}"
+    yield from re.split(r"\n+", "".join(lines.values()))
+
+
+def of_c(source: str) -> Iterator[str]:
+    """Yield the comments."""
+    for match in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.DOTALL):
+        yield re.sub(r"^ *\*", "", match[0], flags=re.MULTILINE)
 
 
 def messages() -> Iterator[tuple[str, str]]:
@@ -71,10 +101,11 @@ def messages() -> Iterator[tuple[str, str]]:
 
 def found(text: str) -> list[str]:
     """The gone phrases of a text, each with its neighbours and the remedy."""
+    text = " ".join(text.split())
     for words in ALLOWED:
         text = text.replace(words, "")
     return [
-        f"{' '.join(text[max(0, match.start() - 30) : match.end() + 30].split())}: {remedy}"
+        f"{text[max(0, match.start() - 30) : match.end() + 30].strip()}: {remedy}"
         for pattern, remedy in GONE.items()
         for match in re.finditer(pattern, text, re.IGNORECASE)
     ]
@@ -84,6 +115,10 @@ def test_phrases_that_are_gone_stay_away() -> None:
     assert {name: phrases for name, text in prose() if (phrases := found(text))} == {}
 
 
+def test_docstrings_and_comments_do_without_them_too() -> None:
+    assert [(name, phrases) for name, text in remarks() if (phrases := found(text))] == []
+
+
 def test_messages_do_without_them_too() -> None:
     """A terminal may not have ±."""
     gone = {name: found(text.replace("+-", "")) for name, text in messages()}
@@ -91,7 +126,20 @@ def test_messages_do_without_them_too() -> None:
 
 
 def test_a_phrase_is_found() -> None:
-    assert found("The bytes are those of weights") == [
-        "The bytes are those of weights: repeat the noun, or say equals, like, as in"
-    ]
+    phrase = ["The bytes are those of weights: repeat the noun, or say equals, like, as in"]
+    assert found("The bytes are those of weights") == phrase
     assert found("The result equals one process") == []
+    sources = {
+        of_python: [
+            '"""The bytes are those\nof weights"""',
+            'SIZE = 1\n"""The bytes are those of weights"""',
+            "class Size:\n    # The bytes are those\n    # of weights\n    one = 1",
+            "size = 1  # The bytes are those of weights",
+        ],
+        of_c: ["/* The bytes are those\n * of weights */", "int size; // The bytes are those of weights\n"],
+    }
+    for reader, texts in sources.items():
+        for text in texts:
+            [(one, *_)] = filter(None, map(found, reader(text)))
+            assert "The bytes are those of weights" in one
+    assert not any(map(found, of_python("a = 1  # The bytes are those\n\nb = 2  # of weights\n")))

@@ -122,7 +122,7 @@ OWN_PEERS = {
 }
 
 OWN_TABLES = {
-    # What fewer bits cost in time; ways of rounding are for --precision bf16.
+    # The time of fewer bits; ways of rounding are for --precision bf16.
     "precision": BenchTable(
         baseline="adamw",
         peers=(

@@ -1,4 +1,4 @@
-"""What a step on a GPU costs the host: tables, addresses and launches, on a simulated device.
+"""The host's time for a step on a GPU: tables, addresses and launches, on a simulated device.
 
 No GPU is needed, and none is measured: launches lead nowhere, so the driver's part of them and of uploads is missing.
 Run from the repository's root: `python benchmarks/gpu_host_share.py [FILE.json]`.

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.suppor
 
 Step = Callable[[], Any]
 Events = list[tuple[str, int]]
-"""What a stand-in recorded: names of launches, copies and tables, with their programs or bytes."""
+"""The events of a stand-in: names of launches, copies and tables, with their programs or bytes."""
 
 KINDS: dict[str, type[Lamb | Came | Lars]] = {"lamb": Lamb, "came": Came, "lars": Lars}
 

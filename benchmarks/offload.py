@@ -233,7 +233,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def written() -> str:
-    """The page with its table written anew."""
+    """The page with its table rewritten."""
     rows = json.loads(RESULT.read_text())["results"]
     return FIGURES.sub(lambda match: match[1] + table(rows) + match[2], PAGE.read_text())
 

@@ -110,7 +110,7 @@ def seconds(optimizer: Any) -> float:
 
 
 def written() -> str:
-    """The page with its table written anew."""
+    """The page with its table rewritten."""
     rows = {row["optimizer"]: row for row in json.loads(RESULT.read_text())["results"]}
     lines = ["| on the CPU | weights | gradients | of DeepSpeedCPUAdam's time |", "|---|---|---|---|"]
     for name in CONTESTANTS:

@@ -220,7 +220,7 @@ TABLES = {"plan": plan_table, "norms": norms_table, "sent": sent_table, "release
 
 
 def written() -> str:
-    """The page with its tables written anew."""
+    """The page with its tables rewritten."""
     text, count = TABLE.subn(lambda match: match[1] + match[2] + TABLES[match[1]](), PAGE.read_text())
     assert count == len(TABLES)
     return text

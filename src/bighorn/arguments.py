@@ -167,7 +167,7 @@ def _of_a_base(kind: type[Any], name: str) -> str:
 
 @contextmanager
 def about(what: str) -> Iterator[None]:
-    """Prefix the message of errors with what they are about."""
+    """Prefix the message of errors with their subject."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The backends of this machine, each tried by a step, and what else results depend on."""
+"""The backends of this machine, each tried by a step, and the versions and settings that results depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What `bighorn.status` has found; as a string it is a table.
+    """The result of `bighorn.status`; as a string it is a table.
 
     Attributes:
         version: The version of Bighorn.

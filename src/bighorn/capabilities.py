@@ -1,4 +1,4 @@
-"""What a device of torch has, tried on the device once; a device's name decides nothing."""
+"""The capabilities of a device, tried on it once; its name decides nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device has.
+    """The capabilities of a device.
 
     Attributes:
         float64: Whether float64 stays float64 there, and its norm is right. Ascend converts it to float32 with a
@@ -32,7 +32,7 @@ class Capabilities:
 
 @functools.cache
 def capabilities(device: torch.device) -> Capabilities:
-    """Return what a device has.
+    """Return the capabilities of a device.
 
     The CPU and CUDA have all of it and are not tried: the host would wait, which ends the capture of a graph.
 
@@ -55,7 +55,7 @@ def capabilities(device: torch.device) -> Capabilities:
 
 
 def _keeps(numbers: Tensor, dtype: torch.dtype, scale: float) -> bool:
-    """Whether a dtype stays what it is on a device, with the right norm of (3, 4) times `scale`."""
+    """Whether a device keeps a dtype, with the right norm of (3, 4) times `scale`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ascend warns

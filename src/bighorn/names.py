@@ -22,7 +22,7 @@ Names = nn.Module | Mapping[str, Tensor]
 
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
-"""What torch.compile, FullyShardedDataParallel, checkpoint_wrapper and Lightning add to names, at any depth."""
+"""Parts of names that torch.compile, FullyShardedDataParallel, checkpoint_wrapper and Lightning add, at any depth."""
 
 DATA_PARALLEL = "module."
 """The prefix that DistributedDataParallel adds to every name. A model's own submodule may have this name too."""

@@ -82,7 +82,7 @@ HINTS = {
 class SlowLayers:
     """A watch for layers that started at zero: LAMB moves them too slowly, as `lora_B`, and LARS too far at first.
 
-    With LAMB such a layer moves by the learning rate times what it has become. With LARS the trust ratio of its first
+    With LAMB such a layer moves by the learning rate times its present norm. With LARS the trust ratio of its first
     step is 1, hundreds of times the ratio of other layers. The watch never makes a step wait: it keeps the first
     step's norms on the device, and reads them with the first report.
 

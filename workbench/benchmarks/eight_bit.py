@@ -186,7 +186,7 @@ def measured(task: Text, steps: int, seeds: int, shapes: str, seconds: float) ->
 
 
 def written() -> str:
-    """docs/precision-results.md with its table written anew."""
+    """docs/precision-results.md with its table rewritten."""
     found = table(json.loads(RESULT.read_text())) if RESULT.is_file() else NOT_YET
     text, count = TABLE.subn(lambda match: match[1] + found + match[2], PAGE.read_text())
     assert count == 1

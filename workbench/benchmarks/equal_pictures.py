@@ -1,4 +1,4 @@
-"""The pictures of comparisons at equal tuning: the test metric over the batch, and what each rate gave."""
+"""The pictures of comparisons at equal tuning: the test metric over the batch, and the result of each rate."""
 
 from __future__ import annotations
 

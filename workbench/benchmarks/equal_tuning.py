@@ -344,7 +344,7 @@ KINDS = {
 
 
 def written(page: Path) -> str:
-    """Return a page with its tables written anew."""
+    """Return a page with its tables rewritten."""
     return TABLES.sub(lambda match: match[1] + KINDS[match[2]](match[3]) + match[4], page.read_text())
 
 

@@ -273,7 +273,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
 
 
 def written(name: str) -> str:
-    """The page of a table, with the table written anew."""
+    """The page of a table, with the table rewritten."""
     page, table = TABLES[name]
     pattern = rf"(<!-- table of {name}\.json[^\n]*-->\n).*?(<!-- end of table -->)"
     text, count = re.subn(pattern, rf"\1\n{table()}\n\n\2", page.read_text(), flags=re.DOTALL)

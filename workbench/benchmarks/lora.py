@@ -182,7 +182,7 @@ def table(saved: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    """The page with its table written anew."""
+    """The page with its table rewritten."""
     saved = json.loads(RESULT.read_text())
     return FIGURES.sub(lambda match: match[1] + table(saved) + match[2], PAGE.read_text())
 

@@ -157,7 +157,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    """docs/precision-results.md with its table written anew."""
+    """docs/precision-results.md with its table rewritten."""
     text, count = TABLE.subn(
         lambda match: match[1] + table(json.loads(RESULT.read_text())) + match[2], PAGE.read_text()
     )

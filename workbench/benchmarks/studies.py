@@ -134,7 +134,7 @@ def picture(name: str) -> str:
 
 
 def written(page: Path) -> str:
-    """A page with its figures written anew."""
+    """A page with its figures rewritten."""
     return FIGURES.sub(lambda match: match[1] + table(match[2]) + match[3], page.read_text())
 
 

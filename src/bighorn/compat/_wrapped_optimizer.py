@@ -23,7 +23,7 @@ class WrappedOptimizer(Optimizer):
         model: DistributedDataParallel | None,
         overlap: TailOverlap | None,
     ) -> None:
-        """Wrap an optimizer. torch's constructor is not called, since it would make groups and a state anew."""
+        """Wrap an optimizer. torch's constructor is not called, since it would make new groups and a new state."""
         self.opt: Optimizer = opt
         self.scaler, self.model, self.overlap = scaler, model, overlap
         self._found_inf: list[Tensor] = []

@@ -158,7 +158,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _with_masters(params: ParamsT, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Return groups, of which those whose parameters have this dtype keep float32 weights; each has one dtype."""
+    """Return groups of one dtype each; groups whose parameters have this dtype keep float32 weights."""
     given: list[Any] = list(params)
     groups = []
     for group in given if given and isinstance(given[0], dict) else [{"params": given}]:

@@ -258,7 +258,6 @@ class TailOverlap:
 
 
 def _refuse_closure() -> None:
-    """Raise for a closure."""
     raise ValueError(
         "closure is not supported with TailOverlap, since its backward() would send gradients again: call the closure, "
         "then overlap.step() without it"

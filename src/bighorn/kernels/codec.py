@@ -224,7 +224,7 @@ def to_codes(values: Tensor, form: Form, dither: Dither) -> tuple[Tensor, Tensor
     codes = blocks.abs()
     scales = codes.amax(dim=-1)
     scales.masked_fill_(scales == math.inf, math.nan)
-    # The shares of zeros and of what is not finite are 0, since the conversion of a NaN is undefined.
+    # The shares of zeros and of values that are not finite are 0, since the conversion of a NaN is undefined.
     codes.div_(scales.unsqueeze(-1)).nan_to_num_(nan=0.0)
     codes = form.to_code(codes, _blocks(dither) if isinstance(dither, Tensor) else dither)
     del dither  # it is as large as the codes
@@ -258,7 +258,7 @@ CODES_AT_ONCE = 1 << 20
 
 
 def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
-    """Return what rounding to integer codes loses of a moment, in its norm relative to the moment's: 0-dim float64.
+    """Return the norm of the error of rounding a moment to codes, relative to the moment's norm: 0-dim float64.
 
     It is the expectation for values that are evenly spread between codes: a sixth of the squared distance of two codes
     if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, one that is not finite NaN.

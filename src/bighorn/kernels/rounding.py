@@ -98,7 +98,7 @@ def store_weight(value: Tensor, dtype: torch.dtype, rounding: Rounding, bits: Te
 def _with_8_bits(value: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     unit, half, shift = DROPPED[dtype] - 8, 1 << (DROPPED[dtype] - 1), raised(value, dtype)
     bits = ((bits_as(value + shift, torch.int32) + (1 << (unit - 1))) >> unit) << unit
-    # A half is rounded up, so that what is lost of a bfloat16 is -128 to 127 of its units.
+    # A half is rounded up, so that the lost part of a bfloat16 is -128 to 127 of its units.
     near = (bits_as((bits + half) & -2 * half, torch.float32) - shift).copysign(value)
     x = torch.where(value.isfinite(), near, value).to(dtype)
     above = raised(x.to(torch.float32), dtype)

@@ -44,10 +44,10 @@ class OffloadedOptimizer(Optimizer):
 
     Attributes:
         optimizer: The optimizer that was passed, which steps the host's parameters.
-        overlap: What runs beside other work of the device.
+        overlap: The work that runs beside other work of the device.
     """
 
-    # A scaler that is to step this optimizer comes as far as step(), which gives the remedy.
+    # With this attribute, a scaler calls step(), whose error gives the remedy.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -271,7 +271,7 @@ class OffloadedOptimizer(Optimizer):
         self._read_written(self._setup.params)
 
     def explain(self) -> str:
-        """Return what the optimizer explains, what is where, which threads step, and what overlaps."""
+        """Return the optimizer's explanation, the places of tensors, the stepping threads, and the overlap."""
         inner = getattr(self.optimizer, "explain", None)
         params, worker = self._setup.params, self._worker
         cpus = f", on the {len(worker.cpus)} CPUs near the device" if worker.cpus else ""
@@ -320,7 +320,7 @@ class OffloadedOptimizer(Optimizer):
             if step.returned and bucket.weights is not None:
                 bucket.weights.wait()
             else:
-                self._end_last_step()  # which raises what has gone wrong, or the step was skipped
+                self._end_last_step()  # raises the error of the step, or the step was skipped
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 

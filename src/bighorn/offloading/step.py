@@ -67,7 +67,7 @@ class TransferBucket:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """What all steps of an offloaded optimizer have in common.
+    """The common part of all steps of an offloaded optimizer.
 
     Attributes:
         needs_square_sum: Whether the optimizer clips, or skips a step, by the norm of all gradients.
@@ -116,7 +116,7 @@ class OffloadedStep:
         self.error: BaseException | None = None
         """The error of the stepping thread, or of the copies of new weights."""
         self.failure: str | None = None
-        """What has happened, after an error that came when parameters had been written."""
+        """The description of an error that came after parameters had been written."""
         self._open: list[tuple[OffloadedParam, Tensor]] = []
         self._open_bytes = 0
         self._norms: dict[OffloadedParam, Tensor] = {}

@@ -336,7 +336,7 @@ OFF_IS_OURS = frozenset(NOT_OURS).union(
     ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
     ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter"),
 )
-"""Arguments that ask for what is the default here if they are off; adam_w_mode=False, for one, does not."""
+"""Arguments that select the default here if they are off; adam_w_mode=False, for one, does not."""
 
 
 def _by_name(presets: tuple[Preset, ...]) -> dict[str, Preset]:

@@ -81,7 +81,7 @@ def layout_of(params: GivenParams, names: Sequence[str], flat: Tensor) -> FlatLa
 def adopted(
     group: Group, index: int, all_given: Sequence[GivenParams], algorithm: Algorithm[Any], settings: Settings
 ) -> FlatParams | None:
-    """Return the parameters in the flat tensor that has replaced a group's; None if others of their kind have.
+    """Return the parameters in the flat tensor that has replaced a group's; None if unflattened ones have.
 
     Raises:
         ValueError: There is no map of what the flat tensor holds, or it cannot be optimized.

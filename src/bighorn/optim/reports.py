@@ -122,7 +122,7 @@ class Reports(Optimizer):
         return sizes
 
     def code_errors(self) -> dict[str, float]:
-        """Return what a step is expected to lose of each first moment in 8 or 4 bits, by rounding it to codes.
+        """Return the expected loss of a step in each first moment in 8 or 4 bits, from rounding it to codes.
 
         The host waits for the device, and decodes a million codes at a time: for reports, not for every step. In 4 bits
         a fifth is common and does no harm: the rounding is dithered, so that its mean is 0 (docs/precision-results.md).

@@ -215,7 +215,7 @@ class StepPlan:
                 reduce_group.all_reduce(parts)
 
     def release(self) -> None:
-        """Release the gradients after the step, and tell autograd which tensors it has written."""
+        """Release the gradients after the step, and report the written tensors to autograd."""
         for bucket_plan in self.buckets:
             bucket_plan.release()
         self.stepped = self.present

@@ -21,7 +21,7 @@ from bighorn_workbench.values import device_package
 
 FORMAT = "bighorn checkpoint 5"
 PARTS = {"config": dict, "environment": dict, "data": str, "processes": int, "run": dict}
-"""What a checkpoint has beside its format and its digest."""
+"""The entries of a checkpoint beside its format and its digest."""
 ELSEWHERE = ("data", "device", "threads")
 """Options that may differ when a run is resumed, for example on another machine."""
 REMEDY = "Resume an earlier checkpoint, or leave --resume out to start anew."

@@ -162,7 +162,7 @@ def compare(
         search = prepare(config, load(config.task, config.data), place, processes, started)
         try:
             _run(search, config, processes, console, log)
-        except BaseException as error:  # also Ctrl-C: what was done is reported and kept
+        except BaseException as error:  # also Ctrl-C: finished runs are reported and kept
             is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
             if not done and not is_ctrl_c:
                 raise

@@ -46,7 +46,7 @@ def evaluation_seconds(run: Run) -> float:
 
 
 def evaluations(costs: Sequence[Cost]) -> int:
-    """Return the evaluations of each final run: as many as give the steps to the target, or what their time allows.
+    """Return the evaluations of each final run: as many as give the steps to the target, or as their time allows.
 
     Example:
         >>> evaluations([Cost(steps=60.0, evaluation=0.1)]), evaluations([Cost(60.0, 10.0), Cost(60.0, 2.0)])

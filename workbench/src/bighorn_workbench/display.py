@@ -23,7 +23,7 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults
 
 TIMED = 4
-"""The first steps, on whose times but the first's the estimate of a run is based."""
+"""The first steps, whose times without the first one give the estimate of a run."""
 
 LONG = 20
 """Seconds of a run above which it begins with an estimate."""

@@ -31,7 +31,7 @@ ENDINGS = {
     "--json": ("JSON", (".json",)),
     "--save": ("a checkpoint", (".pt", ".pth", ".ckpt", ".bin")),
 }
-"""What an option writes, and the endings that name it."""
+"""The kind of file that an option writes, and its endings."""
 
 OTHERS = (
     *(".csv", ".docx", ".gif", ".ipynb", ".jpeg", ".jpg", ".jsonl", ".md", ".npz", ".pdf", ".pkl", ".png", ".py"),

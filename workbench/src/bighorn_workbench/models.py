@@ -51,7 +51,7 @@ def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
     """
     if not Path(path).is_file():
         raise InputError(f"{flag} {path}: there is no such file. Give the config.json beside a model's weights.")
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a model asks for its backbone's weights, and for kernels, when it is made
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a model loads its backbone's weights and kernels when it is made
     try:
         transformers = import_module("transformers")
     except ImportError as error:

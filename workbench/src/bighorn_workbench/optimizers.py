@@ -236,7 +236,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
     name: text for name, (text, _) in VARIANTS.items()
 }
-"""What each contestant is, in one line."""
+"""A description of each contestant, in one line."""
 
 RENAMED = {"came-corrected": "came", "came-corrected-int8": "came-int8", "came-small-corrected": "came-small"}
 """The new names of contestants, by their old ones."""

@@ -270,8 +270,8 @@ class Search:
                 with beating(trial):
                     looks = self.plan.evaluations if final else None
                     made = make(config, task, split, self.plan.target if final else None, stepped, looks)
-            except BaseException:  # also Ctrl-C: the run waits again for the next one who asks
-                with suppress(InputError):  # of a full disk: what has ended the run is the news
+            except BaseException:  # also Ctrl-C: the run is requeued
+                with suppress(InputError):  # of a full disk: the error that has ended the run matters more
                     queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
                 raise
             with suppress(UpdateFinishedTrialError):  # a process that took this one for dead makes the run again

@@ -1,4 +1,4 @@
-"""What ``bighorn compare`` searches for each optimizer, and the points that it tries."""
+"""The search space of ``bighorn compare`` for each optimizer, and the points that it tries."""
 
 import warnings
 from collections.abc import Mapping, Sequence

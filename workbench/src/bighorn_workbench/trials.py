@@ -94,7 +94,7 @@ class Cell:
     metric: str = "accuracy"
     higher_is_better: bool = True
     space: Space = field(default_factory=dict)
-    """What was searched."""
+    """The searched space."""
 
     @property
     def value(self) -> tuple[float, float, float]:
@@ -134,7 +134,7 @@ class Cell:
 
     @property
     def is_tried(self) -> bool:
-        """Whether there were enough trials for what was searched, if anything was."""
+        """Whether there were enough trials for the searched space, if there is one."""
         return self.tried >= LEAST or all(low == high for low, high in self.space.values())
 
     @property

@@ -181,7 +181,7 @@ def ranked(row: Sequence[Cell]) -> list[Cell]:
 
 
 def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
-    """What an optimizer loses from one batch size to another; nothing if no seed has finished at both."""
+    """The loss of an optimizer from one batch size to another; nothing if no seed has finished at both."""
     difference = _difference(small, large, comparisons)
     if difference is None:
         return []

@@ -21,7 +21,7 @@ from bighorn.kernels.options import Options
 
 
 class Bound(NamedTuple):
-    """What a step of the rows uses; a thread keeps its own, since two may step at once."""
+    """The inputs of a step; each thread has its own, since two may step at once."""
 
     grads: list[Tensor | None]
     """The gradients, which exist as long as their addresses are used."""

@@ -5,7 +5,7 @@
 
 #include "factored_job.h"
 
-/* What CAME adds to a FactoredJob. */
+/* CAME's additions to a FactoredJob. */
 typedef struct {
     float beta1, beta1_rest; /* m <- beta1 m + beta1_rest u */
     float clip;              /* the factor of u */

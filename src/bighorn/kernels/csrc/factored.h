@@ -1,5 +1,5 @@
-/* One thread's share of a factored optimizer's step of one tensor: the passes up to the second moment, and what the
- * passes after it need. */
+/* One thread's share of a factored optimizer's step of one tensor: the passes up to the second moment, and the
+ * inputs of the passes after it. */
 #ifndef BIGHORN_FACTORED_H
 #define BIGHORN_FACTORED_H
 

@@ -1,4 +1,4 @@
-/* What the loops of factored optimizers share; they are compiled once per instruction set.
+/* Shared by the loops of factored optimizers, which are compiled once per instruction set.
  *
  * The inner loops process pieces of consecutive elements, and compute the factor 1 / sqrt(row col / mean(row)) as r *
  * c[i]. In a wide matrix a piece is within one row of a tile: r is the row's factor, c the columns' factors. If rows

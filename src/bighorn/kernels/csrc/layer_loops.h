@@ -1,4 +1,4 @@
-/* What the loops of layer-wise optimizers share; they are compiled once per instruction set. */
+/* Shared by the loops of layer-wise optimizers, which are compiled once per instruction set. */
 #ifndef BIGHORN_LAYER_LOOPS_H
 #define BIGHORN_LAYER_LOOPS_H
 
@@ -6,7 +6,7 @@
 #include "layerwise.h"
 #include "rounding.h"
 
-/* Elements whose squares are added up in float32: 64 for each lane. The sums of more that are of one
+/* Elements whose squares are added up in float32: 64 for each lane. Sums of more elements of one
  * size are rounded in one direction, by more than the 1e-7 that rounding leaves otherwise. */
 #if defined(__SANITIZE_ADDRESS__)
 enum { FLOAT_SUM_ELEMS = 64 }; /* these loops are not vectorized */

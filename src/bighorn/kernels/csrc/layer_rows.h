@@ -11,7 +11,7 @@ enum { SHARED_MIN_ELEMS = 1 << 18 };
 
 struct LayerRows {
     int isa;
-    const void *options; /* the optimizer's, which a row has the index of */
+    const void *options; /* the optimizer's, by the index in a row */
     const LayerRow *rows;
     const Gradient *gradients;
     void *const *grads;

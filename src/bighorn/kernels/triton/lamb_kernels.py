@@ -134,7 +134,7 @@ def lamb_apply(
     DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the second pass: x."""
-    # A thread moves 128 bits of the parameter at a time. Triton 3.3 knows no bits of a dtype that is an argument.
+    # A thread moves 128 bits of the parameter at a time. Triton 3.3 has no bits of a dtype argument.
     CODES: tl.constexpr = 0 if M_FORM == "" else 4 if tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),

@@ -65,7 +65,7 @@ class LaunchGroup(Generic[Options]):
     scale: Tensor
     apply_mask: Tensor
     compile_only: bool
-    """What the current step was given."""
+    """The arguments of the current step."""
 
     def __init__(
         self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
@@ -200,7 +200,6 @@ class LaunchGroup(Generic[Options]):
         return self.uploads.table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32)
 
     def _rows(self) -> list[list[int]]:
-        """Return the table of rows."""
         rows: list[list[int]] = []
         unique_steps: set[int] = set()
         first = 0

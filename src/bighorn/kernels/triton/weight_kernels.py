@@ -75,7 +75,7 @@ def write_with_8_bits(weight, offsets, mask, value, VECTOR: tl.constexpr):
     UNIT: tl.constexpr = DROPPED - 8
     shift = raised(value, X)
     bits = (common.as_bits(value + shift) + (1 << (UNIT - 1))) & -(1 << UNIT)
-    # A half is rounded up, so that what is lost of a bfloat16 is -128 to 127 of its units.
+    # A half is rounded up, so that the lost part of a bfloat16 is -128 to 127 of its units.
     half = common.as_float((bits + (1 << (DROPPED - 1))) & -(1 << DROPPED)) - shift
     half = common.as_float((common.as_bits(half) & 0x7FFFFFFF) | (common.as_bits(value) & -(2**31)))
     near = common.write(weight[0], offsets, mask, tl.where(tl.abs(value) < float("inf"), half, value), VECTOR)

@@ -28,6 +28,7 @@ extensions = [
     "optiontable",
     "pages",
     "pictures",
+    "ranges",
 ]
 exclude_patterns = ["_build"]
 

@@ -22,6 +22,7 @@ import complete
 import llms
 import optiontable
 import pictures
+import ranges
 
 
 def warnings_for(names: set[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -103,6 +104,13 @@ def test_pictures_take_the_colours_of_the_page() -> None:
     assert "<style>" not in found
     css = (Path(__file__).parents[2] / "docs" / "_static" / "site.css").read_text()
     assert {name for name in re.findall(r"var\((--[\w-]+)\)", found) if f"{name}:" not in css} == set()
+
+
+def test_a_range_of_figures_is_not_broken() -> None:
+    found = [str(node) for node in ranges.marked("1.31 (1.26-1.52) of torch (2.13)")]
+    assert found == ["1.31 ", '<inline classes="range">(1.26-1.52)</inline>', " of torch (2.13)"]
+    css = (Path(__file__).parents[2] / "docs" / "_static" / "site.css").read_text()
+    assert ".range { white-space: nowrap; }" in css
 
 
 @pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came, bighorn.Lars])

@@ -157,7 +157,7 @@ FAULTS = (
         "bighorn/optim/plan_cache.py",
         "            and self._params_alike(inputs.params)\n",
         "",
-        "tests/contract/test_guard_kinds.py tests/contract/test_storage.py",
+        "tests/contract/test_guard_kinds.py tests/contract/test_events.py",
     ),
     Fault(
         "a slice of the memory before",

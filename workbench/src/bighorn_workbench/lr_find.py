@@ -186,7 +186,9 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     about = provenance(command_line(ctx), config.device)
     console = terminal()
     console.print(f"{config.task}: {defaults(task).description}; {config.optimizer}, batch {config.batch_size}")
-    console.print(f"{RUNS} runs, {spans({'lr': span})}, with as many steps as {WHOLE_RUNS:g} of {run.total}")
+    console.print(
+        f"{RUNS} runs, {spans({'lr': span})}; most are short: together the steps of {WHOLE_RUNS:g} runs of {run.total}"
+    )
     seconds = WHOLE_RUNS * run.total * step_seconds(run) + RUNS * evaluation_seconds(run)
     console.print(f"This takes {duration(seconds)}{busy()}.")
     with counting(console) as bar:

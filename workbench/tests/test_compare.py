@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from importlib import import_module
@@ -285,6 +287,20 @@ def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> Non
         each.user_attrs["run"] for each in found._tuning[0].study.trials if each.state.name == "COMPLETE"
     )
     assert done_runs == {0: 1, 1: 1, 2: 1, 3: 1}
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
+def test_a_run_of_a_process_that_has_ended_is_free_before_its_parent_knows() -> None:
+    """Its entry in /proc stays until then; `compare` waited for a minute."""
+    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read()  # to the end of the process
+    beat = [platform.node(), process.pid, time.time()]
+    trial = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={"beat": beat})
+    while not run_queue.is_dead(trial):
+        time.sleep(0.01)  # it has closed its output, and ends
+    assert Path(f"/proc/{process.pid}").exists()
+    process.wait()
 
 
 def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:

@@ -150,6 +150,15 @@ def is_dead(trial: FrozenTrial) -> bool:
     if not (isinstance(beat, list) and len(beat) == 3 and fits(beat[1], int) and fits(beat[2], float)):
         return True
     machine, pid, last = beat
-    if machine == platform.node() and PROCESSES.exists() and not (PROCESSES / str(pid)).exists():
+    if machine == platform.node() and PROCESSES.exists() and not _runs(pid):
         return True
     return bool(time.time() - last > GRACE)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine exists and has not ended; a zombie has."""
+    try:
+        state = (PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"

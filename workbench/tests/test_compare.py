@@ -292,14 +292,12 @@ def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> Non
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
 def test_a_run_of_a_process_that_has_ended_is_free_before_its_parent_knows() -> None:
     """Its entry in /proc stays until then; `compare` waited for a minute."""
-    process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.read()  # to the end of the process
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     beat = [platform.node(), process.pid, time.time()]
     trial = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={"beat": beat})
-    while not run_queue.is_dead(trial):
-        time.sleep(0.01)  # it has closed its output, and ends
     assert Path(f"/proc/{process.pid}").exists()
+    assert run_queue.is_dead(trial)
     process.wait()
 
 

@@ -381,7 +381,7 @@ FAULTS = (
         "bighorn/optim/plan_cache.py",
         "states = list(state.values()) if in_order(state, params) else [state[p] for p in params if p in state]",
         "states = list(state.values())",
-        "tests/contract",
+        "tests/contract/test_events.py",
     ),
     Fault(
         "a state by position, without a check of names",

@@ -106,9 +106,9 @@ def changed_state(optimizer: Optimizer, params: list[Parameter]) -> None:
 
 
 def exchanged_states(optimizer: Optimizer, params: list[Parameter]) -> None:
-    """As by a user who swaps two layers; a plan once kept the old pairs."""
-    first, second = (optimizer.state.pop(param) for param in params[1:3])
-    optimizer.state[params[1]], optimizer.state[params[2]] = second, first
+    """As by a user who swaps two layers; a plan once kept the old pairs, since the states are in the same order."""
+    states = [optimizer.state.pop(param) for param in params]
+    optimizer.state.update(zip([params[0], params[2], params[1], *params[3:]], states, strict=True))
 
 
 def loaded(optimizer: Optimizer, _: list[Parameter]) -> None:

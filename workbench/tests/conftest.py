@@ -25,6 +25,12 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 
 @pytest.fixture
+def lost_runs_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a run without an end as lost at once, though its process, the one of these tests, still exists."""
+    monkeypatch.setattr("bighorn_workbench.run_queue.GRACE", 0.0)
+
+
+@pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
     """The four idx files of a tiny set of images that a network can distinguish, half of them gzipped."""
     return write_idx(tmp_path / "idx")

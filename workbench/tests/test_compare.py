@@ -450,12 +450,6 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture
-def lost_runs_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a run without an end as lost at once, though its process, the one of these tests, still exists."""
-    monkeypatch.setattr(run_queue, "GRACE", 0.0)
-
-
 @pytest.mark.usefixtures("lost_runs_are_free")
 @pytest.mark.parametrize("cut", [1, 15, 10**6], ids=["its end", "a part", "all but the first letters"])
 def test_a_torn_last_line_costs_its_own_run_alone(invoke: Invoke, cut: int) -> None:

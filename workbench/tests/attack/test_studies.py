@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
-from bighorn_workbench import run_queue
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes
 from workbench.tests.attack.test_command_lines import QUICK
@@ -31,14 +30,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _lost_runs_are_free() -> Iterator[None]:
-    """A run without an end would be waited for, since its process, the one of these tests, still exists."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_queue, "GRACE", 0.0)
-        yield
-
-
+@pytest.mark.usefixtures("lost_runs_are_free")
 @tries(45)
 @given(damage=damaged_bytes())
 def test_a_damaged_study(study: Path, damage: Callable[[bytes], bytes]) -> None:

@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
+# Where it is set, as in images of Python, each process of the tests would compile all modules anew: 3 seconds of each worker.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
 
 help:

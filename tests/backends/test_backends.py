@@ -30,8 +30,8 @@ from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
 from tests.support.tables import for_every
 
 LOW = (torch.bfloat16, torch.float16)
-STEPS = 2 if interpreted() else 3
-"""The steps of a case; in the interpreter, where each takes a second, the last one would cost a minute in all."""
+STEPS = 2
+"""The first step and one from the state that it left; test_step.py and test_lamb_scalar.py take more."""
 
 # Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures.
 TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (2e-14, 5e-16, 2e-15)}

@@ -61,6 +61,7 @@ REGRESSIONS: dict[str, tuple[Kind, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REGRESSIONS)
 @pytest.mark.parametrize("factor", [1.0, 100.0])
 def test_a_regression_with_one_larger_input(factor: float, name: str) -> None:
@@ -69,6 +70,7 @@ def test_a_regression_with_one_larger_input(factor: float, name: str) -> None:
     assert int4 < 3 * max(float32, int8, 1e-5)
 
 
+@pytest.mark.long
 def test_came_in_4_bits_loses_beside_an_input_1_000_times_as_large() -> None:
     """docs/precision-results.md says so, and recommends int8."""
     float32, int8, int4 = (loss_of(Came, form, 1000.0, lr=0.01) for form in FORMS)

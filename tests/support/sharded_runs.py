@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,9 @@ def void(_: object) -> None:
 Layout = Callable[[Bag], None]
 
 
+@functools.cache
 def mesh(*sizes: int) -> DeviceMesh:
+    """Return the mesh of these sizes in this process, whose groups have three threads each and are never destroyed."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=("one", "two", "three")[: len(sizes)])
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import equal_pictures
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.metrics import is_share, metric_text
-from bighorn_workbench.verdict import interval
+from bighorn_workbench.verdict import UNCLEAR, interval
 from equal_pictures import BASELINE
 from result_files import DOCS, RESULTS, load
 
@@ -124,7 +124,7 @@ def verdict(cell: Cell, row: list[Cell]) -> tuple[float, float]:
 
 
 def difference(cell: Cell, row: list[Cell]) -> str:
-    """Return the difference from the baseline in words, in bold if it is settled; nothing for the baseline."""
+    """Return the difference from the baseline in words, in bold if it is clear; nothing for the baseline."""
     if cell.name == BASELINE:
         return ""
     return _difference(cell.metric, verdict(cell, row))
@@ -271,7 +271,7 @@ def summary(names: str) -> str:
         ahead, equal, behind, good, lost, trials = map(sum, zip(*cells, strict=True))
         verdicts = ["", "", ""] if name == BASELINE else [str(ahead), str(equal), str(behind)]
         rows.append([name, *verdicts, f"{good / trials:.0%}", f"{lost / trials:.0%}"])
-    head = ["optimizer", f"ahead of {BASELINE}", "not settled", f"behind {BASELINE}", "good trials", "lost trials"]
+    head = ["optimizer", f"ahead of {BASELINE}", UNCLEAR, f"behind {BASELINE}", "good trials", "lost trials"]
     return "\n".join(_markdown(head, rows)) + "\n"
 
 

@@ -113,7 +113,7 @@ def measured_adapters(seeds: int, processes: int) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text: mean, range, and the paired difference from float32, in bold if it is settled."""
+    """Return the rows as text: mean, range, and the paired difference from float32, in bold if it is clear."""
     lines = ["| | state, weights | test (min-max) | from float32 |", "|---|---|---|---|"]
     exact: list[float] = []
     for row in rows:

@@ -2,8 +2,8 @@
 
     python workbench/benchmarks/unseen_verdicts.py GRID JSON [BUDGET]   # GRID of rate_grid.py; two minutes a task
 
-Each task begins with an empty study. A verdict is right if it is settled and the best rate of the grid has the same
-sign, wrong if it has the other one.
+Each task begins with an empty study. A verdict is right if it names the better optimizer and the best rate of the grid
+has the same sign, wrong if it has the other one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
-from bighorn_workbench.verdict import interval
+from bighorn_workbench.verdict import UNCLEAR, interval
 from rate_grid import PLACE
 from rate_search import loss_of
 from result_files import RESULTS, load
@@ -29,7 +29,7 @@ from result_files import RESULTS, load
 PAGE = RESULTS / "own-tasks.md"
 VERDICTS = re.compile(r"(<!-- verdicts -->\n).*?(<!-- end of verdicts -->)", re.DOTALL)
 BASELINE, OTHERS = "adamw", ("lamb", "came")
-SETTLED = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")
+CLEAR = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")
 
 
 def asked(task: str, budget: str) -> dict[str, Any]:
@@ -48,15 +48,15 @@ def asked(task: str, budget: str) -> dict[str, Any]:
 
 def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]:
     """Return for each optimizer the verdicts of the command and of the grid."""
-    said = {found[1]: 1 if found[2] == "ahead of" else -1 for line in words if (found := SETTLED.match(line))}
+    said = {found[1]: 1 if found[2] == "ahead of" else -1 for line in words if (found := CLEAR.match(line))}
     metric, grid = saved["metric"], saved["grid"]
     verdicts = {}
     for name in OTHERS:
         ahead = loss_of(grid[BASELINE], metric) - loss_of(grid[name], metric)
         seeds = [best_seeds(grid[each], metric) for each in (BASELINE, name)]
         _, half = interval([one - other for one, other in zip(*seeds, strict=True)])
-        untuned = any(line.startswith("Not tuned") and f" {name} against" in line for line in words)
-        verdict = "not tuned" if untuned else "not settled"
+        untuned = any(f" {name} cannot be compared with" in line for line in words)
+        verdict = "not tuned" if untuned else UNCLEAR
         if name in said:
             verdict = "right" if said[name] * ahead > 0 else "wrong"
         verdicts[name] = {"verdict": verdict, "grid_ahead": ahead, "grid_interval": half}
@@ -74,8 +74,8 @@ def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
     counts, minutes = found["counts"], [task["seconds"] / 60 for task in found["tasks"].values()]
     lines = [
         f"`--budget {found['budget']}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. Of {sum(counts.values())}"
-        f" comparisons {counts['right']} were settled as by the grid and {counts['wrong']} against it, "
-        f"{counts['not settled']} were not settled, and {counts['not tuned']} not tuned.",
+        f" comparisons {counts['right']} agreed with the grid, {counts['wrong']} disagreed, {counts[UNCLEAR]} had "
+        f"{UNCLEAR}, and {counts['not tuned']} were not tuned.",
         "",
         "| task | trials | lamb against adamw | by the grid | came against adamw | by the grid |",
         "|---|---|---|---|---|---|",
@@ -113,7 +113,7 @@ def main(grid_file: Path, file: Path, budget: str) -> None:
         print(f"{task}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {verdicts}", flush=True)
         write_json(file, found)
     counts = [each["verdict"] for task in found["tasks"].values() for each in task["verdicts"].values()]
-    found["counts"] = {kind: counts.count(kind) for kind in ("right", "wrong", "not settled", "not tuned")}
+    found["counts"] = {kind: counts.count(kind) for kind in ("right", "wrong", UNCLEAR, "not tuned")}
     found["seconds"] = statistics.fmean(task["seconds"] for task in found["tasks"].values())
     write_json(file, found)
     print(found["counts"])

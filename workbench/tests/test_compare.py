@@ -34,7 +34,7 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
-from bighorn_workbench.verdict import columns, interval, row, unfinished, untuned, verdicts, warnings
+from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import LIMIT, outcomes
 from tests.support.tables import for_every
@@ -530,7 +530,8 @@ def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.M
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
     cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
-    assert verdicts(cells) == ["The best of all at batch 64 is not settled: lamb, sgd."], "the baseline has no batch 64"
+    of_64 = "No clear winner at batch 64: lamb cannot be distinguished from sgd."
+    assert verdicts(cells) == [of_64], "the baseline has no batch 64"
     assert verdicts(cells[:2]) == []
 
 
@@ -540,7 +541,10 @@ def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
     assert [step for step, _ in found.curve] == [5, 10]
     assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
     assert row(found)[3] == "70.0% (50.0-90.0)"
-    assert "lamb (70.0%) are apart" in verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0]
+    assert (
+        "from lamb (70.0%) with 3 seeds: a difference of 20.0"
+        in verdicts([found, cell("sgd", 32, 0.2, 0.5, 0.5, 0.5)])[0]
+    )
 
 
 def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> None:
@@ -599,14 +603,14 @@ def test_the_words_say_what_the_figures_say() -> None:
         cell("sgd", 64, 0.2, 0.85),
     ]
     assert verdicts(cells) == [
-        "Not settled at batch 32: sgd (90.0%) and lamb (90.0%), one seed: run --seeds 10.",
-        "Not settled at batch 64: sgd (85.0%) and lamb (80.0%), one seed: run --seeds 10.",
+        "At batch 32 sgd (90.0%) cannot be distinguished from lamb (90.0%): one seed has no interval; give --seeds 10.",
+        "At batch 64 sgd (85.0%) cannot be distinguished from lamb (80.0%): one seed has no interval; give --seeds 10.",
         "lamb loses 10.0 points from batch 32 to 64.",
         "sgd loses 5.0 points from batch 32 to 64.",
     ]
     diverged = dataclasses.replace(cells[0], trials=(trial(0.2, 0, 0.0, math.inf), trial(0.2, 1, 0.9)))
     assert "1 of 2 final runs of lamb at batch 32 diverged" in warnings([diverged])[0]
-    [reason] = filter(None, map(untuned, [cells[0], cell("sgd", 64, 0.1, 0.85)]))
+    [reason] = untuned([cells[0], cell("sgd", 64, 0.1, 0.85)])
     assert reason.startswith("The best rate of sgd at batch 64, 0.1, is on the edge of its range")
     assert reason.endswith("give --space sgd.lr=0.01,0.3.")
 
@@ -621,23 +625,29 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
     even = [cell("sgd", 32, 0.2, 0.9, 0.9, 0.9), cell("sgd", 64, 0.2, 0.85, 0.851, 0.849)]
     assert verdicts([*even, lamb, large]) == [
         "At batch 64 lamb (90.0%) is ahead of sgd (85.0%) by 5.0 +- 0.4 points.",
-        "Not settled at batch 32: lamb (92.0%) and sgd (90.0%) are apart by 2.0 +- 3.6 points.",
+        "At batch 32 lamb (92.0%) cannot be distinguished from sgd (90.0%) with 3 seeds: a difference of 2.0 +- 3.6 "
+        "points, which needs about 5 seeds to show.",
         "sgd loses 5.0 +- 0.4 points from batch 32 to 64.",
         "lamb loses 2.0 +- 3.8 points from batch 32 to 64: at most 5.8.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
-        "--seeds 10 may settle what is not.",
     ]
     better = cell("lamb", 64, 0.2, 0.92, 0.92, 0.94)
     assert verdicts([lamb, better])[0] == "lamb gains 0.7 +- 2.5 points from batch 32 to 64: at most 3.2."
 
 
-def test_seeds_that_agree_by_chance_settle_nothing() -> None:
+def test_seeds_that_would_show_a_difference_are_the_fewest() -> None:
+    """The deviation of 1, 3 and 5 is 2: t(0.975, 5) * 2 / sqrt(6) = 2.10 and t(0.975, 3) * 2 / sqrt(4) = 3.18."""
+    for mean, seeds in ((2.12, 6), (2.08, 7), (3.2, 4), (0.94, 20), (0.93, None), (0.0, None)):
+        assert enough_seeds([mean - 2, mean, mean + 2]) == seeds, mean
+    assert enough_seeds([3.2 - 2, 3.2, 3.2 + 2], comparisons=2) == 5, "t(0.9875, 4) * 2 / sqrt(5) = 3.13"
+    assert enough_seeds([2.12, 2.12, 2.12], resolution=2.0) == 6
+
+
+def test_seeds_that_agree_by_chance_show_no_difference() -> None:
     """Three of 360 images at three seeds: the interval is of that resolution, t(0.975, 2) * 0.83 / sqrt(3) = 2.07."""
     one, other = (cell(name, 64, 0.2, *[value] * 3) for name, value in (("lamb", 0.9), ("sgd", 0.9 - 3 / 360)))
-    assert (
-        verdicts([one, other])[0]
-        == "Not settled at batch 64: sgd (89.2%) and lamb (90.0%) are apart by 0.8 +- 2.1 points."
-    )
+    words = "At batch 64 sgd (89.2%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 0.8 +- 2.1"
+    assert verdicts([one, other])[0].startswith(words)
     finer = dataclasses.replace(other, trials=(*other.trials[:2], trial(0.2, 2, other.trials[0].value + 1e-4)))
     assert verdicts([one, finer])[0] == "At batch 64 sgd (89.2%) is behind lamb (90.0%) by 0.8 +- 0.0 points."
 
@@ -652,27 +662,47 @@ def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> No
     assert verdicts(list(rows.values())) == [
         "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.0 points.",
         "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.1 points.",
-        "The best of all at batch 64 is not settled: lamb, came.",
+        "No clear winner at batch 64: lamb cannot be distinguished from came.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
     of_lamb = verdicts(list(rows.values()), baseline="lamb")
     assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.0 points."
     assert of_lamb[1].startswith(
-        "Not settled at batch 64: came (89.0%) and lamb (90.0%) are apart by 1.0 +- 7.1 points"
+        "At batch 64 came (89.0%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 1.0 +- 7.1"
     )
     few = dataclasses.replace(rows["lamb"], tuned=rows["lamb"].tuned[:7])
     assert verdicts([few, rows["adamw"], rows["came"]])[1:4] == [
-        "Not tuned at batch 64: lamb against adamw.",
-        "lamb at batch 64 had 7 of the 8 trials that a verdict needs. --trials 8 takes a few seconds more for it; "
+        "At batch 64 lamb cannot be compared with adamw: lamb is not tuned.",
+        "lamb had 7 of the 8 trials that a verdict needs. --trials 8 takes a few seconds more on one processor; "
         "fewer --epochs, fewer layers or less data take less.",
-        "The best of all at batch 64 is not settled: lamb, came, adamw.",
+        "No clear winner at batch 64: lamb is not tuned.",
     ]
+    worse = dataclasses.replace(rows["adamw"], tuned=few.tuned)
+    assert verdicts([rows["lamb"], worse, rows["came"]])[-2] == (
+        "No clear winner at batch 64: lamb cannot be distinguished from came; adamw is not tuned."
+    )
+    assert verdicts([rows["lamb"], rows["adamw"], cell("came", 64, 0.2, 0.7, 0.7, 0.7)])[2] == (
+        "lamb is the clear winner at batch 64."
+    )
     fixed = dataclasses.replace(few, tuned=(), space={"lr": (0.2, 0.2)})
-    assert not untuned(fixed), "nothing was to be tuned"
+    assert not untuned([fixed]), "nothing was to be tuned"
     edge = dataclasses.replace(rows["lamb"], lr=0.3)
     words = verdicts([edge, rows["adamw"]])
-    assert words[0] == "Not tuned at batch 64: lamb against adamw."
+    assert words[0] == "At batch 64 lamb cannot be compared with adamw: lamb is not tuned."
     assert words[1].endswith("give --space lamb.lr=0.1,3.")
+
+
+def test_optimizers_with_the_same_few_trials_have_one_sentence() -> None:
+    """Trials of 1 s: the cells with 2 of them lack 6 each, which are 24 s of four cells; one with 7 lacks 1."""
+    two = [cell(name, size, 0.2, 0.9) for name in ("adamw", "lamb") for size in (32, 64)]
+    cells = [dataclasses.replace(each, tuned=each.tuned[:2]) for each in two]
+    came = cell("came", 32, 0.2, 0.9)
+    sentences = untuned([*cells, dataclasses.replace(came, tuned=came.tuned[:7])])
+    assert [sentence.split(";")[0] for sentence in sentences] == [
+        "adamw and lamb had 2 of the 8 trials that a verdict needs. --trials 8 takes about 20 s more on one processor",
+        "came had 7 of the 8 trials that a verdict needs. --trials 8 takes a few seconds more on one processor",
+    ]
+    assert verdicts(cells[::2])[0] == "At batch 32 lamb cannot be compared with adamw: lamb and adamw are not tuned."
 
 
 def test_a_metric_that_is_better_lower_is_written_in_its_own_unit() -> None:
@@ -683,7 +713,9 @@ def test_a_metric_that_is_better_lower_is_written_in_its_own_unit() -> None:
     ahead = "At batch 64 lamb (20.5) is ahead of sgd (30.75) by 10.2 +- 3.18 of perplexity."
     assert verdicts([high, low])[0] == ahead
     diverged = dataclasses.replace(high, trials=(trial(0.2, 0, math.inf, math.inf), trial(0.2, 1, 30.0)))
-    assert verdicts([low, diverged])[0] == "Not settled at batch 64: sgd (inf) and lamb (20.5), runs of sgd diverged."
+    assert verdicts([low, diverged])[0] == (
+        "At batch 64 sgd (inf) cannot be distinguished from lamb (20.5): runs of sgd diverged."
+    )
     assert row(low)[3] == "20.5 (20-21)"
 
 

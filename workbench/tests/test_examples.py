@@ -35,7 +35,7 @@ def test_the_page_goes_from_an_empty_file_to_a_verdict(invoke: Invoke) -> None:
     for line in commands.replace("\\\n", "").splitlines():
         _, name, *words = shlex.split(line, comments=True)
         output = invoke(name, *words, *QUICK[name]).output
-    assert "Not tuned at batch 32: lamb against adamw." in output, "of one trial each"
+    assert "At batch 32 lamb cannot be compared with adamw" in output, "of one trial each"
     assert Path("rings.html").exists()
     for place in re.findall(r"\]\((examples/\S+)\)", page):
         assert (DOCS / place).is_file()

@@ -144,6 +144,11 @@ class Cell:
         at = math.log(self.lr)
         return low < high and not low + EDGE * (high - low) < at < high - EDGE * (high - low)
 
+    @property
+    def is_tuned(self) -> bool:
+        """Whether the cell gets verdicts."""
+        return self.is_tried and not self.on_edge
+
     def as_json(self) -> dict[str, Any]:
         """Return the cell's options, its results and every run."""
         low, mean, high = self.value

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,13 @@ WIDER = 10
 """The factor of a range whose edge has the best rate."""
 
 MORE_SEEDS = 10
-"""The seeds that a comparison is advised to take if fewer have not settled it."""
+"""The seeds that a comparison with one is advised to take."""
+
+MOST_SEEDS = 20
+"""A difference that needs more seeds than these is too small for advice on seeds."""
+
+UNCLEAR = "no clear difference"
+"""The label, in tables of verdicts, of a difference whose interval includes zero."""
 
 
 def interval(differences: Sequence[float], comparisons: int = 1, resolution: float = 0.0) -> tuple[float, float]:
@@ -44,8 +50,25 @@ def interval(differences: Sequence[float], comparisons: int = 1, resolution: flo
     mean = statistics.fmean(differences)
     if len(differences) < 2 or not math.isfinite(mean):
         return mean, math.inf
-    t = float(stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, len(differences) - 1))
-    return mean, t * max(statistics.stdev(differences), resolution) / math.sqrt(len(differences))
+    return mean, _half_width(max(statistics.stdev(differences), resolution), len(differences), comparisons)
+
+
+def _half_width(deviation: float, count: int, comparisons: int) -> float:
+    return float(stats.t.ppf(1 - (1 - LEVEL) / 2 / comparisons, count - 1)) * deviation / math.sqrt(count)
+
+
+def enough_seeds(differences: Sequence[float], comparisons: int = 1, resolution: float = 0.0) -> int | None:
+    """Return how many seeds would exclude zero from :func:`interval` if the mean and the standard deviation stay.
+
+    None if more than :data:`MOST_SEEDS` would.
+
+    Example:
+        >>> interval([0.0, 2.0, 4.0])[1] > 2.0, enough_seeds([0.0, 2.0, 4.0])
+        (True, 7)
+    """
+    mean, deviation = statistics.fmean(differences), max(statistics.stdev(differences), resolution)
+    counts = range(len(differences) + 1, MOST_SEEDS + 1)
+    return next((count for count in counts if _half_width(deviation, count, comparisons) < abs(mean)), None)
 
 
 def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
@@ -71,11 +94,10 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
         if len(row) > 2 or (of is None and len(row) > 1):
             best.append(_best(row, comparisons))
     several = [mine for name in names if len(mine := [cell for cell in cells if cell.optimizer == name]) > 1]
-    pairs.sort(key=lambda pair: (not pair.is_settled, not pair.is_tuned))  # stable: batch by batch
-    reasons = filter(None, map(untuned, cells))
+    pairs.sort(key=lambda pair: (not pair.is_clear, not pair.is_tuned))  # stable: batch by batch
     lines = [
         *(pair.words for pair in pairs),
-        *reasons,
+        *untuned(cells),
         *best,
         *(line for mine in several for line in _cost(mine[0], mine[-1], len(several))),
     ]
@@ -83,8 +105,6 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
     if any("+-" in line for line in lines):
         corrected = ", corrected for the number of comparisons" if max(comparisons, len(several)) > 1 else ""
         lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds} seeds{corrected}.")
-    if any("are apart by" in line for line in lines):
-        lines.append(f"--seeds {MORE_SEEDS if seeds < MORE_SEEDS else 2 * seeds} may settle what is not.")
     return lines
 
 
@@ -110,10 +130,10 @@ class Pair:
     @property
     def is_tuned(self) -> bool:
         """Whether both are tuned, without which there is no verdict."""
-        return not any(map(untuned, (self.one, self.other)))
+        return self.one.is_tuned and self.other.is_tuned
 
     @property
-    def is_settled(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether one is better."""
         mean, half = self.points
         return self.is_tuned and abs(mean) > half
@@ -127,52 +147,78 @@ class Pair:
         (mean, half), where = self.points, f"At batch {self.one.batch_size:,}"
         amount = _amount(self.one, abs(mean), half)
         if not self.is_tuned:
-            return f"Not tuned {where.lower()}: {self.one.optimizer} against {self.other.optimizer}."
-        if self.is_settled:
+            names = f"{self.one.optimizer} cannot be compared with {self.other.optimizer}"
+            return f"{where} {names}: {_not_tuned([self.one, self.other])}."
+        if self.is_clear:
             return f"{where} {one} is {'ahead of' if mean > 0 else 'behind'} {other} by {amount}."
         if half == math.inf:
-            return f"Not settled {where.lower()}: {one} and {other}, {_why_not(self.one, self.other)}."
-        return f"Not settled {where.lower()}: {one} and {other} are apart by {amount}."
+            return f"{where} {one} cannot be distinguished from {other}: {_why_not(self.one, self.other)}."
+        points = _points(self.one, self.other)
+        enough = enough_seeds(points, self.comparisons, _resolution(self.one, self.other))
+        more = "" if enough is None else f", which needs about {enough} seeds to show"
+        return (
+            f"{where} {one} cannot be distinguished from {other} with {len(points)} seeds: a difference of "
+            f"{amount}{more}."
+        )
 
 
 def _why_not(one: Cell, other: Cell) -> str:
     diverged = [cell.optimizer for cell in (one, other) if not all(math.isfinite(run.value) for run in cell.trials)]
-    return f"runs of {' and '.join(diverged)} diverged" if diverged else f"one seed: run --seeds {MORE_SEEDS}"
+    if diverged:
+        return f"runs of {_listed(diverged)} diverged"
+    return f"one seed has no interval; give --seeds {MORE_SEEDS}"
 
 
-def untuned(cell: Cell) -> str:
-    """Return why an optimizer is not tuned and what to do, in a sentence; "" if it is.
+def _not_tuned(cells: Sequence[Cell]) -> str:
+    names = [cell.optimizer for cell in cells if not cell.is_tuned]
+    return f"{_listed(names)} {'is' if len(names) == 1 else 'are'} not tuned"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return different names as in "lamb, came and adamw"."""
+    *most, last = dict.fromkeys(names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def untuned(cells: Sequence[Cell]) -> list[str]:
+    """Return why optimizers are not tuned and what to do, in sentences; none if all are.
 
     Example:
-        >>> untuned(Cell("lamb", 32, (), 0.1, ()))
-        ''
+        >>> untuned([Cell("lamb", 32, (), 0.1, ())])
+        []
     """
-    name, tried, where = cell.optimizer, cell.tried, f"at batch {cell.batch_size:,}"
-    if not cell.is_tried:
-        seconds = statistics.fmean(run.seconds for run in (cell.tuning or cell.trials))
-        return (
-            f"{name} {where} had {tried} of the {LEAST} trials that a verdict needs. --trials {LEAST} takes "
-            f"{duration((LEAST - tried) * seconds)} more for it; fewer --epochs, fewer layers or less data take less."
+    lines = []
+    few = [cell for cell in cells if not cell.is_tried]
+    for tried in dict.fromkeys(cell.tried for cell in few):
+        group = [cell for cell in few if cell.tried == tried]
+        seconds = sum(statistics.fmean(run.seconds for run in (cell.tuning or cell.trials)) for cell in group)
+        lines.append(
+            f"{_listed(cell.optimizer for cell in group)} had {tried} of the {LEAST} trials that a verdict needs. "
+            f"--trials {LEAST} takes {duration((LEAST - tried) * seconds)} more on one processor; fewer --epochs, "
+            "fewer layers or less data take less."
         )
-    if cell.on_edge:
-        low, high = cell.space["lr"]
-        wider = (low / WIDER, high) if cell.lr < math.sqrt(low * high) else (low, high * WIDER)
-        return (
-            f"The best rate of {name} {where}, {cell.lr:g}, is on the edge of its range: give --space {name}.lr="
-            f"{wider[0]:g},{wider[1]:g}."
-        )
-    return ""
+    for cell in cells:
+        if cell.is_tried and cell.on_edge:
+            low, high = cell.space["lr"]
+            wider = (low / WIDER, high) if cell.lr < math.sqrt(low * high) else (low, high * WIDER)
+            lines.append(
+                f"The best rate of {cell.optimizer} at batch {cell.batch_size:,}, {cell.lr:g}, is on the edge of its "
+                f"range: give --space {cell.optimizer}.lr={wider[0]:g},{wider[1]:g}."
+            )
+    return lines
 
 
 def _best(row: Sequence[Cell], comparisons: int) -> str:
-    """Which optimizer is the best of all at a batch size."""
+    """Whether an optimizer is better than all others at a batch size; if not, the optimizers that it may not beat."""
     first, *others = ranked(row)
     where = f"at batch {first.batch_size:,}"
-    pairs = [Pair(first, other, comparisons) for other in others]
-    near = [pair.other.optimizer for pair in pairs if not pair.is_settled]
+    near = [other for other in others if not Pair(first, other, comparisons).is_clear]
     if not near:
-        return f"The best of all {where}: {first.optimizer}."
-    return f"The best of all {where} is not settled: {', '.join([first.optimizer, *near])}."
+        return f"{first.optimizer} is the clear winner {where}."
+    close = [cell.optimizer for cell in near if first.is_tuned and cell.is_tuned]
+    reasons = [f"{first.optimizer} cannot be distinguished from {_listed(close)}"] if close else []
+    reasons += [] if first.is_tuned and len(close) == len(near) else [_not_tuned([first, *near])]
+    return f"No clear winner {where}: {'; '.join(reasons)}."
 
 
 def ranked(row: Sequence[Cell]) -> list[Cell]:

@@ -46,7 +46,7 @@ def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
 
 
 def test_the_verdicts_at_equal_tuning_are_those_of_the_pages() -> None:
-    """docs/lamb.md, came.md, lars.md and which-optimizer.md count the batches ahead, not settled and behind AdamW."""
+    """docs/lamb.md, came.md, lars.md and which-optimizer.md count the batches ahead of AdamW, behind, and neither."""
     lines = equal_tuning.summary(",".join(equal_tuning.names("equal tuning"))).splitlines()[2:]
     rows = {name: figures for name, *figures in (line.strip("| ").split(" | ") for line in lines)}
     assert rows["lamb"][:3] == ["1", "15", "2"]
@@ -96,8 +96,8 @@ def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
 
 
 def test_the_leads_of_lamb_are_those_of_the_files() -> None:
-    """The study of each states LAMB's lead over AdamW; docs/lamb.md counts the one that is settled."""
-    settled = []
+    """The study of each states LAMB's lead over AdamW; docs/lamb.md counts the one that is clear."""
+    clear = []
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
         page = " ".join((RESULTS / f"{name}.md").read_text().split())
         for batch in batches:
@@ -105,9 +105,9 @@ def test_the_leads_of_lamb_are_those_of_the_files() -> None:
             pairs = zip(row["lamb"].trials, row["adamw"].trials, strict=True)
             mean, half = interval([100 * (lamb.value - adamw.value) for lamb, adamw in pairs], len(row) - 1)
             assert re.search(rf"{mean:.1f} ± {half:.1f}( points)? at {batch:,}", page)
-            settled += [mean] if abs(mean) > half else []
+            clear += [mean] if abs(mean) > half else []
     lamb = " ".join((DOCS / "lamb.md").read_text().split())
-    assert [f"at 128, by {mean:.1f} points" in lamb for mean in settled] == [True]
+    assert [f"at 128, by {mean:.1f} points" in lamb for mean in clear] == [True]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/which-optimizer.md", "docs/grow-the-batch.md"])

@@ -209,6 +209,22 @@ def test_a_number_of_a_run_that_no_study_has_is_not_waited_for(tmp_path: Path, t
     assert (again.done, len(ten_seconds)) == (4, 6), "the trial and the first final run are made again"
 
 
+def test_the_time_left_is_what_the_other_runs_take(
+    invoke: Invoke, tmp_path: Path, ten_seconds: list[RunConfig]
+) -> None:
+    """The start of two processes once counted as the time of each run: 8 min left of a command that took 88 s."""
+    output = invoke("compare", *SMALL, "--processes", 1).output
+    assert re.findall(r"^\d of 7: .*?(?:; (.*) left)?$", output, re.MULTILINE) == [
+        *("about 60 s", "about 50 s", "about 40 s", "about 30 s", "about 20 s", "about 10 s"),
+        "",
+    ]
+    found = prepare(CompareConfig(optimizers="lamb,sgd", batch_sizes="256", trials=4), Digits(), tmp_path / "s", 2)
+    assert found.needed(4) == (2 * 9 * 10 + 10) / 2, "one process may wait for the last run of the other"
+    ten_seconds.clear()
+    found.work()
+    assert (len(ten_seconds), found.needed(4)) == (18, 0)
+
+
 def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
     leader = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
     worker = Search(leader.plan, leader.task, leads=False)

@@ -280,7 +280,6 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
         shown = {(name, trial.config) for name, trial in search.finished()}
-        started = time.monotonic()
 
         def look() -> None:
             nonlocal log
@@ -298,16 +297,16 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                     except Exception as error:  # the packages may raise any
                         console.print(failed(log, error), style="yellow")
                         log = None
-                total, spent = search.total, time.monotonic() - started
+                total = search.total
                 bar.update(task_id, completed=len(shown), total=None if search.is_open else total)
                 if not console.is_terminal:
-                    count, left = f"{len(shown)} of {total}", spent / (len(shown) - known) * (total - len(shown))
+                    count, left = f"{len(shown)} of {total}", search.needed(search.trials)
                     if search.is_open:
-                        count, left = f"{len(shown)} runs", search.left
+                        count, left = f"{len(shown)} runs", max(search.left, 0.0)
                     console.print(
                         f"{count}: {name}, batch {trial.config.batch_size}, lr {trial.config.lr:.3g}, "
-                        f"{kind}: {metric} {metric_text(metric, trial.value)}; "
-                        f"{duration(max(left, 0.0))} left"
+                        f"{kind}: {metric} {metric_text(metric, trial.value)}"
+                        + (f"; {duration(left)} left" if left else "")
                     )
 
         fill(search, processes, look)

@@ -149,13 +149,15 @@ class Search:
         """Return the seconds until so many trials of each cell and the final runs are done, by what runs have taken.
 
         It is the bound of any order of runs: no process is idle until the last ones, of which one may be the longest.
+        It is 0 if there is none to make.
         """
         plan, runs, longest = self.plan, 0.0, 0.0
         for number, (entry, queue, cost) in enumerate(zip(plan.entries, self._tuning, plan.costs, strict=True)):
             one = queue.seconds() or cost.steps + cost.evaluation
             final = one + (plan.evaluations - 1) * cost.evaluation
-            runs += max(entry.most(trials) - len(queue.results()), 0) * one + self._finals_left(number, trials) * final
-            longest = max(longest, final)
+            finals = self._finals_left(number, trials)
+            runs += max(entry.most(trials) - len(queue.results()), 0) * one + finals * final
+            longest = max(longest, final if finals else 0.0)
         return (runs + (plan.processes - 1) * longest) / plan.processes
 
     def _finals_left(self, number: int, trials: int) -> int:

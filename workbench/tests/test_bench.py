@@ -15,7 +15,7 @@ from torch import Tensor
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn_workbench import bench, environment, measure, peers
-from bighorn_workbench.bench_table import COLUMNS, answers, settle
+from bighorn_workbench.bench_table import COLUMNS, answers, notes, settle
 from bighorn_workbench.shapes import SHAPES
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, assert_self_contained
@@ -45,7 +45,7 @@ def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench_json(invoke: Invoke, *arguments: object) -> tuple[dict[str, Any], str]:
-    result = invoke("bench", "--seconds", 0, "--json", "bench.json", *arguments)
+    result = invoke("bench", "--seconds", "1e-9", "--json", "bench.json", *arguments)
     return json.loads(Path("bench.json").read_text()), result.output
 
 
@@ -73,7 +73,7 @@ def test_shapes_add_up_to_the_models_they_are_named_after(name: str, tensors: in
 @pytest.mark.usefixtures("small_shapes")
 def test_every_figure_is_written(invoke: Invoke) -> None:
     content, output = bench_json(invoke, "--shapes", "small,vector", "--threads", 1)
-    assert content["command"] == "bighorn bench --shapes small,vector --threads 1 --seconds 0 --json bench.json"
+    assert content["command"] == "bighorn bench --shapes small,vector --threads 1 --seconds 1e-09 --json bench.json"
     assert content["environment"]["threads"] == 1
     assert content["config"]["clip"] is None
     assert content["machine"]["cores allowed"] >= 1
@@ -172,7 +172,7 @@ def test_apex_takes_part_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--optimizers", "lamp"], ["--optimizers", "'lamp'", "did you mean lamb?"]),
         (["--clip", "nan"], ["--clip=nan", "number in (0, 3.4e+38]"]),
         (["--threads", "0"], ["--threads=0", "from 1 to 1024"]),
-        (["--seconds", "-1"], ["--seconds=-1.0", "at least 0"]),
+        (["--seconds", "0"], ["--seconds=0.0", "number in (0, 3.4e+38]"]),
         (["--json", "."], ["--json", "is a folder"]),
         (["--table", "gpu"], ["--table gpu", "with --device cuda"]),
     ],
@@ -315,10 +315,10 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
     [
         ((0.97, 1.03), (1.2, 1.3, 1.4), 1.0, "1.30"),
         ((0.97, 1.03), (0.002, 0.003, 0.02), 1.0, "0.003"),
-        ((0.97, 1.03), (0.9, 1.3, 1.4), 1.0, "-"),  # some rounds say the contrary
-        ((0.97, 1.5), (1.2, 1.3, 1.4), 1.0, "-"),  # the baseline beside itself differs more
-        ((0.2, 1.0), (1.2, 1.3, 1.4), 1.0, "-"),
-        ((0.97, 1.03), (0.02, 0.02, 0.03), 90.0, "-"),  # another program slowed the baseline of these rounds
+        ((0.97, 1.03), (0.9, 1.3, 1.4), 1.0, "noise"),  # some rounds say the contrary
+        ((0.97, 1.5), (1.2, 1.3, 1.4), 1.0, "noise"),  # the baseline beside itself differs more
+        ((0.2, 1.0), (1.2, 1.3, 1.4), 1.0, "noise"),
+        ((0.97, 1.03), (0.02, 0.02, 0.03), 90.0, "noise"),  # another program slowed the baseline of these rounds
     ],
 )
 def test_a_ratio_within_the_noise_is_withheld(
@@ -327,14 +327,22 @@ def test_a_ratio_within_the_noise_is_withheld(
     """On a busy machine a table once said 1.10 beside a baseline that was 0.35 against itself."""
     spreads = (("AdamW", 1.0, (own[0], 1.0, own[1])), ("Lamb", slower, ratio))
     rows: list[dict[str, Any]] = [
-        {"label": label, "ms": {}, "baseline_ms": {"median": ms}, "ratio": {"p10": low, "median": middle, "p90": high}}
+        {
+            "label": label,
+            "rounds": 5,
+            "ms": {},
+            "baseline_ms": {"median": ms},
+            "ratio": {"p10": low, "median": middle, "p90": high},
+        }
         for label, ms, (low, middle, high) in spreads
     ]
     settle(rows)
     assert [COLUMNS["ratio"](row) for row in rows] == ["1.00", shown]
     [answer] = answers([{"shapes": "tiny", "optimizers": rows}])
-    said = f"takes {shown} x the time of AdamW." if shown != "-" else "cannot be distinguished from AdamW"
+    said = f"takes {shown} x the time of AdamW." if shown != "noise" else "cannot be distinguished from AdamW"
     assert said in answer
+    note = f"the ratio cannot be distinguished from 1. The baseline against itself had {own[0]:.2f}-{own[1]:.2f} in 5"
+    assert [note in line for line in notes(rows, {})] == ([True] if shown == "noise" else [])
 
 
 @pytest.mark.usefixtures("small_shapes", "only_ours")

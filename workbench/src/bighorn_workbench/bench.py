@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from bighorn_workbench import cuda, files
 from bighorn_workbench.bench_table import answers, as_text, notes, settle
-from bighorn_workbench.checks import number
 from bighorn_workbench.config import PRECISIONS
 from bighorn_workbench.display import counting, quantity, table_of, terminal
 from bighorn_workbench.environment import package_version, provenance
@@ -79,7 +78,7 @@ class BenchConfig(Options):
         None,
         "Time for each pair of optimizers, on a GPU for device time and for wall time; at least 5 rounds.",
         shown="3; 1.5 with --device cuda",
-        check=number,
+        check=POSITIVE,
     )
 
     @property

@@ -43,8 +43,8 @@ def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str]) -> Iterator[st
     """The sentences below a table."""
     if any(row["ratio"] is not None and not row["settled"] for row in rows):
         yield (
-            f"-: a ratio within the noise. The baseline against itself had {_spread(rows[0], 'ratio')}: close other "
-            "programs, or give more --seconds."
+            f"noise: the ratio cannot be distinguished from 1. The baseline against itself had "
+            f"{_spread(rows[0], 'ratio')} in {rows[0]['rounds']} rounds: close other programs, or give more --seconds."
         )
     for row in rows:
         if row["ms"] is None:
@@ -71,7 +71,7 @@ def _median(row: dict[str, Any], key: str) -> str:
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ms": lambda row: _median(row, "ms"),
     "ms p10-p90": lambda row: _spread(row, "ms"),
-    "ratio": lambda row: _median(row, "ratio") if row.get("settled", True) else "-",
+    "ratio": lambda row: _median(row, "ratio") if row["ratio"] is None or row.get("settled", True) else "noise",
     "p10-p90": lambda row: _spread(row, "ratio"),
     "wall ms": lambda row: _median(row, "wall_ms"),
     "wall ratio": lambda row: _median(row, "wall_ratio"),

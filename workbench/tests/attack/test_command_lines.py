@@ -27,7 +27,7 @@ QUICK: Mapping[str, Sequence[str]] = {
         "--space=adamw.lr=0.01",
     ),
     "lr-find": ("--steps=20", "--threads=1"),
-    "bench": ("--shapes=tiny", "--optimizers=lamb", "--seconds=0", "--threads=1"),
+    "bench": ("--shapes=tiny", "--optimizers=lamb", "--seconds=1e-9", "--threads=1"),
     "memory": (),
     "doctor": (),
 }
@@ -67,7 +67,7 @@ VALUES: Mapping[str, Sequence[str]] = {
     ),
     "--optimizers": ("lamb", "lamb,adamw", "adamw", "lamb,lamb", "x", ","),
     "--processes": ("1", "0", "-1", "x"),
-    "--seconds": ("0", "-1", "nan", "inf", "x"),
+    "--seconds": ("1e-9", "0", "-1", "nan", "inf", "x"),
     "--seed": ("0", "7", "-1", "18446744073709551616", "x"),
     "--seeds": ("1", "0", "-1", "x"),
     "--shapes": ("tiny", "x", "tiny,tiny", "", "resnet"),

@@ -26,7 +26,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tests of a run, the longest first, so that they do not keep one worker busy at the end."""
+    """Select tests, and start the longest first, so that they do not keep one worker busy at the end."""
     selection.one_skip_a_module(config, items)
     selection.mark_beyond_pairs(items)
     items.sort(key=lambda item: "in_the_interpreter" not in item.name)
@@ -52,14 +52,14 @@ def _fresh_accelerators() -> Iterator[None]:
 
 @pytest.fixture(params=cases.KINDS, ids=lambda kind: kind.algorithm.name)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    """Each optimizer in turn, for tests of shared behaviour."""
+    """Each optimizer in turn."""
     optimizer: Kind = request.param
     return optimizer
 
 
 @pytest.fixture(params=cases.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend in turn; a backend that does not work on this machine is skipped with its reason."""
+    """Each backend in turn; one that does not work on this machine is skipped with the reason."""
     name: str = request.param
     status = kernels.status().get(name)
     if status is not None and "other sources" in status.detail:
@@ -72,7 +72,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the tests of a module share, for reports and checkpoints of processes that run once."""
+    """A folder that the tests of a module share, for the output of processes that run once."""
     return tmp_path_factory.mktemp("shared")
 
 

@@ -1,4 +1,4 @@
-"""The number of tries of an attack and its seed, which do not depend on the speed of the machine."""
+"""The number of examples of an attack and its seed; neither depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 import hypothesis
 
 SEED = int(os.environ.get("ATTACK_SEED", "0"))
-"""`make test` keeps the default; `make attack` counts up from its own."""
+"""`make test` uses the default; `make attack` counts up from its own first seed."""
 
 SHARE = 1 if "ATTACK_SEED" in os.environ else 3
-"""`make test` makes a third of the tries: with the same seed in each run, they only find what a change has broken."""
+"""`make test` runs a third of the examples: its seed is fixed, so they only find what a change has broken."""
 
 Attack = TypeVar("Attack", bound=Callable[..., Any])
 
 
 def tries(number: int, steps: int = 10) -> Callable[[Attack], Attack]:
-    """Give a hypothesis test this number of examples in `make attack`; a state machine takes at most `steps` in each.
+    """Set the number of examples in `make attack`; a state machine takes at most `steps` steps in each.
 
     No state is kept between runs, and no example has a time limit. A failure is shrunk, and printed with its seed.
     """

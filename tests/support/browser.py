@@ -1,4 +1,4 @@
-"""Pages in a real browser: what a reader would have to scroll sideways for, at several widths."""
+"""Checks of pages in a real browser at several widths: nothing needs horizontal scrolling."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _run(folder: Path, scheme: str, *words: str) -> str:
 
 
 def faults(pages: Sequence[Path], scheme: str, folder: Path) -> dict[str, list[str]]:
-    """Return what is wrong with pages, by the page and its width; the driver of the browser is written to a folder."""
+    """Return the faults of pages, by page and width; the page that drives the browser is written to a folder."""
     driver = folder / f"driver-{scheme}.html"
     values = {"PAGES": [page.as_uri() for page in pages], "WIDTHS": WIDTHS, "DARK": scheme == "dark"}
     text = DRIVER
@@ -79,6 +79,6 @@ def faults(pages: Sequence[Path], scheme: str, folder: Path) -> dict[str, list[s
 
 
 def screenshot(page: Path, width: int, scheme: str, folder: Path) -> None:
-    """Write a picture of a page to a folder, for a person to look at."""
+    """Write a screenshot of a page to a folder, for review by eye."""
     picture = folder / f"{page.stem}-{width}-{scheme}.png"
     _run(folder, scheme, f"--window-size={width},2600", f"--screenshot={picture}", page.as_uri())

@@ -134,7 +134,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors that share options, on which the tests run the kernels."""
+    """Options, and the tensors that kernels step with them."""
 
     id: str
     options: CameOptions
@@ -155,7 +155,7 @@ CASES = [
 
 
 def marks(factor: Factor | None, name: str) -> list[pytest.MarkDecorator]:
-    """Return the marks of a test with an option: both ways to factor a matrix take turns."""
+    """Return the marks of a case: each option is quick with one way to factor a matrix, and slow with the other."""
     turn = ("matrix", "last_two")[list(OPTIONS).index(name) % 2]
     return [] if factor in (turn, None) or name in ("published", "everything") else [pytest.mark.slow]
 
@@ -167,7 +167,7 @@ IN_TURN = [pytest.param(case, id=case.id, marks=marks(case.options.factor, case.
 
 
 def state_of(x: Tensor, factor: Factor | None, average: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a state of zeros, as an optimizer allocates it."""
+    """Return a state of zeros with the shapes and dtypes that an optimizer allocates."""
     statistics = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = {"exp_avg": torch.zeros_like(x, dtype=average or statistics)}
     leading = x.dim() - 1 if factor == "last_two" else 1

@@ -251,7 +251,7 @@ CAME_DTYPES = {
     "float16-states-float16": (torch.float16, torch.float32, {"state_dtype": torch.float16}),
     "float64-states-float16": (torch.float64, torch.float32, {"state_dtype": torch.float16}),
 }
-"""With the dtype that the others refuse."""
+"""`DTYPES` and state in float16, which LAMB and LARS refuse."""
 
 
 def in_blocks(options: Mapping[str, Any]) -> bool:

@@ -39,13 +39,13 @@ def double(dtype: torch.dtype) -> torch.dtype:
 
 
 def ordinal(tensor: Tensor) -> Tensor:
-    """Return the position of each 16-bit float among all floats of its dtype, so that differences count ulps."""
+    """Return the rank of each 16-bit float among all floats of its dtype; differences of ranks are in ulps."""
     bits = tensor.view(torch.int16).int()
     return torch.where(bits < 0, -32768 - bits, bits)
 
 
 def arranged(values: Tensor, layout: Layout) -> Tensor:
-    """Return a new tensor with these values in the given memory layout."""
+    """Return a copy of the values in a memory layout."""
     if layout == "transposed":
         return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
     if layout == "strided":
@@ -60,7 +60,7 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
         return torch.zeros(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
     if layout == "expanded":
         return values.flatten()[:1].clone().expand(values.shape)
-    if layout == "lazy":  # views that torch conjugates or negates only when they are read
+    if layout == "lazy":  # views that torch conjugates or negates when they are read
         if values.is_complex():
             return values.conj().resolve_conj().conj()
         return torch.complex(torch.zeros_like(values), -values).conj().imag
@@ -114,7 +114,7 @@ BLOCKS = (
     # Tensors of 4096 elements or more, which int8 takes: rows of less than a block, one, a few, and odd ends.
     Leaf("rows.weight", (41, 100)),
     Leaf("row.weight", (1, 4100)),
-    Leaf("column.weight", (19, 1)),  # quantized only if all tensors are: 4,100 of them take an interpreter minutes
+    Leaf("column.weight", (19, 1)),  # quantized only if all tensors are: 4,100 rows take minutes when interpreted
     Leaf("odd.weight", (16, 257), layout="transposed"),
     Leaf("strided.weight", (9, 600), layout="strided", grad_layout="transposed"),
     Leaf("conv.weight", (24, 20, 3, 3), layout="channels_last"),

@@ -40,11 +40,11 @@ KINDS: tuple[Kind, ...] = (Lamb, Came, Lars)
 BACKENDS = ("reference", "foreach", "cpu", *sorted(set(kernels.status()) - {"reference", "foreach", "cpu"}))
 
 LEFT_OUT: Mapping[str, Mapping[str, object]] = {"cpu": LambOptions.rare, "triton": LambOptions.rare}
-"""The options, with their values, that a backend leaves to others."""
+"""Options, with their values, that a backend leaves to another one."""
 
 
 DOUBLE = {torch.float64, torch.complex128}
-"""The dtypes of parameters that compiled backends leave to others."""
+"""Dtypes of parameters that compiled backends leave to another one."""
 
 
 def leaves_out(backend: str, options: Mapping[str, object]) -> bool:
@@ -52,12 +52,12 @@ def leaves_out(backend: str, options: Mapping[str, object]) -> bool:
 
 
 def serving(backend: str, dtype: torch.dtype) -> str:
-    """Return the backend to ask for: "auto" if this one leaves parameters of this dtype to others."""
+    """Return the `backend` argument: "auto" if the backend leaves parameters of the dtype to another one."""
     return "auto" if backend in LEFT_OUT and dtype in DOUBLE else backend
 
 
 class ExactLamb(Lamb):
-    """Also steps float64 parameters with 8-bit state, which users cannot: it computes the expected result."""
+    """Lamb that also accepts float64 parameters with state in blocks, to compute expected results."""
 
     class Unrestricted(LambAlgorithm):
         def unsupported_reason(self, *_: object) -> None:
@@ -67,7 +67,7 @@ class ExactLamb(Lamb):
 
 
 class ExactCame(Came):
-    """As `ExactLamb`."""
+    """Came without the same check."""
 
     class Unrestricted(CameAlgorithm):
         def unsupported_reason(self, *_: object) -> None:
@@ -77,7 +77,7 @@ class ExactCame(Came):
 
 
 class ExactLars(Lars):
-    """As `ExactLamb`."""
+    """Lars without the same check."""
 
     class Unrestricted(LarsAlgorithm):
         def unsupported_reason(self, *_: object) -> None:
@@ -90,7 +90,7 @@ EXACT: Mapping[Kind, Kind] = {Lamb: ExactLamb, Came: ExactCame, Lars: ExactLars}
 
 
 LRS = (0.1, 0.05, 0.2, 0.08)
-"""The learning rate changes at every step; it is large because the rounding of a parameter hides a small step."""
+"""A rate for each step; rates are large because the rounding of a parameter hides a small step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Case:
     kind: Kind = Lamb
 
     def of(self, kind: Kind) -> Case:
-        """The same case for another optimizer."""
+        """Return the case for another optimizer."""
         return replace(self, kind=kind)
 
     @property
@@ -120,7 +120,7 @@ class Case:
         return leaf.grad_dtype or self.grad_dtype or leaf.dtype or self.dtype
 
     def runs_on(self, backend: str) -> bool:
-        """Whether this backend must serve this case."""
+        """Whether the backend supports the options and dtypes of the case."""
         if backend == "cpu" and self.kind is Lars and in_blocks(self.options):
             return False
         if backend in LEFT_OUT and DOUBLE & {leaf.dtype or self.dtype for leaf in self.leaves}:
@@ -129,7 +129,7 @@ class Case:
         return not any(leaves_out(backend, group) for group in groups)
 
     def in_double(self) -> Case:
-        """The same case with parameters and gradients in float64."""
+        """Return the case with parameters and gradients in float64."""
         options = {name: value for name, value in self.options.items() if name != "weight_rounding"}
         leaves = tuple(
             replace(leaf, dtype=double(leaf.dtype) if leaf.dtype else None, grad_dtype=None) for leaf in self.leaves
@@ -148,7 +148,7 @@ class Case:
         return parameters
 
     def gradients(self, step: int) -> list[Tensor | None]:
-        """Fresh gradients for one step; every call allocates its own."""
+        """Return newly allocated gradients for a step."""
         gradients: list[Tensor | None] = []
         for index, leaf in enumerate(self.leaves):
             if not leaf.has_gradient(step):
@@ -166,7 +166,7 @@ class Case:
         return self.kind(groups, **{"lr": LRS[0], "backend": backend, **self.usual(), **self.options, **options})
 
     def usual(self) -> dict[str, Any]:
-        """Return the options of every case; with LARS's default of 1e-3, the rounding of a parameter hides a step."""
+        """Return options for every case; at LARS's default of 1e-3, the rounding of a parameter hides a step."""
         return {"weight_decay": 0.1, **({"trust_coefficient": 1.0} if issubclass(self.kind, Lars) else {})}
 
     def set_lr(self, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -195,7 +195,7 @@ needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason=REFUSES_GRAD_DT
 
 
 def allow_gradients_of(parameter: Parameter, dtype: torch.dtype | None) -> None:
-    """Allow gradients of another dtype, None for any, or skip the test where torch refuses to assign them."""
+    """Allow gradients of another dtype, None for any; skip the test if torch has no `grad_dtype`."""
     if not HAS_GRAD_DTYPE:
         pytest.skip(REFUSES_GRAD_DTYPES)
     parameter.grad_dtype = dtype
@@ -210,13 +210,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _stackable(leaves: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
-    # A slice of one element has an update that may cancel to nothing, and a ratio that is then no more than noise.
+    # The update of a slice of one element may cancel to nothing; its trust ratio is then noise.
     return tuple(leaf for leaf in leaves if len(leaf.shape) >= 2 and leaf.shape[1:] != (1,))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The parts from which the cases of one optimizer are made."""
+    """The rows of the table for one optimizer."""
 
     kind: Kind
     prefix: str
@@ -224,9 +224,9 @@ class Rows:
     groups: Mapping[str, tuple[Mapping[str, Any], ...]]
     dtypes: Mapping[str, tuple[torch.dtype, torch.dtype, Mapping[str, Any]]]
     with_dtypes: tuple[str, ...]
-    """The options that are combined with every dtype."""
+    """Keys of `options` that are combined with every dtype."""
     with_sizes: tuple[str, ...]
-    """Those that are combined with mixed dtypes and with large tensors."""
+    """Keys of `options` that are combined with mixed dtypes and with large tensors."""
 
     def cases(self) -> Iterator[Case]:
         for name, options in self.options.items():
@@ -235,7 +235,7 @@ class Rows:
             stacked = any(group.get("stacked") for group in groups)
             leaves = _stackable(ZOO) if stacked else ZOO
             if any(group.get("grad_centralization") for group in groups):
-                # Equal gradients centralise to rounding noise, whose direction is nobody's.
+                # Equal gradients centralise to rounding noise, whose direction is arbitrary.
                 leaves = tuple(leaf for leaf in leaves if leaf.grad_layout != "expanded")
             yield self._case(
                 name, {}, tuple(replace(leaf, group=i % len(groups)) for i, leaf in enumerate(leaves)), groups

@@ -1,4 +1,4 @@
-"""The optimizers of other systems: their signatures, and the options of bighorn that their arguments become."""
+"""The optimizers of other systems: their signatures, and the options of bighorn that equal their arguments."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Options = dict[str, Any]
 
 
 class Face(NamedTuple):
-    """A class of another system, and what it is here."""
+    """A compatibility class, and bighorn's optimizer that it equals."""
 
     signature: str
-    """As that system documents it; `params` of npu_bridge is ours."""
+    """The signature in the documentation of the system; npu_bridge's has no `params`."""
     ours: Any
     base: Options
-    """The options without further arguments."""
+    """Options of a call without further arguments."""
     rows: tuple[tuple[Options, Options], ...]
-    """Arguments, and the options that they change."""
+    """Arguments, and the options that equal them."""
     chosen: tuple[Options, Options]
-    """The same, for the tests of all faces: what a copy, a checkpoint or a rank must not lose."""
+    """A row for the tests of all faces: copies, checkpoints and ranks must keep these."""
 
     def native(self, params: Any, lr: Any, options: Options) -> Optimizer:
-        """Return bighorn's optimizer with the face's options and these."""
+        """Return bighorn's optimizer with the face's options and further ones."""
         made: Optimizer = self.ours(params, **{"lr": lr, **self.base, **options})
         return made
 
@@ -39,7 +39,7 @@ ADAM: tuple[tuple[Options, Options], ...] = tuple(
     ({name: value}, {name: value})
     for name, value in {"lr": 0.2, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}.items()
 )
-"""Arguments with the names that torch's Adam has, and ours."""
+"""Arguments with the same name in torch's Adam and in bighorn."""
 APEX: tuple[tuple[Options, Options], ...] = (
     *ADAM,
     ({"bias_correction": False}, {"bias_correction": False}),
@@ -154,7 +154,7 @@ FACES: dict[Any, Face] = {
             ({"loss_scale": 1}, {}),
         ),
         (
-            # With a small eps, the step of a gradient is that of four times the gradient.
+            # With a small eps, four times the gradient takes the same step.
             {"weight_decay": 0.1, "compression": True, "loss_scale": 4, "eps": (1e-3, 1e-3, 1e-16)},
             {"weight_decay": 0.1, "state_dtype": torch.float16, "eps": (1e-3, 1e-16)},
         ),
@@ -167,6 +167,6 @@ def name_of(kind: Any) -> str:
 
 
 def face(kind: Any, params: Any, lr: Any, arguments: Options) -> Any:
-    """Return the face's optimizer; the argument for the learning rate has one of two names."""
+    """Return the face's optimizer; its argument for the learning rate is `lr` or `learning_rate`."""
     rate = "learning_rate" if "learning_rate" in inspect.signature(kind).parameters else "lr"
     return kind(**{"params": params, rate: lr, **arguments})

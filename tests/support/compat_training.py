@@ -49,14 +49,14 @@ def gradient(name: str, step: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def step(params: Mapping[str, Parameter], optimizer: Optimizer, number: int) -> None:
-    """Take one step, with gradients that are multiplied by the optimizer's loss_scale."""
+    """Take a step with gradients that are multiplied by the optimizer's loss_scale."""
     for name, param in params.items():
         param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
     optimizer.step()
 
 
 def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Return the parameters after the steps of the optimizer that `make` returns for them."""
+    """Return the parameters after the steps of the optimizer that `make` builds."""
     params = weights(dtype)
     optimizer = make(params)
     for number in range(STEPS):

@@ -22,10 +22,10 @@ COMPILED = {
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""
 
 OF_THE_PLAN = {"exclude_from_weight_decay", "exclude_from_layer_adaptation", "grad_centralization"}
-"""Options that kernels do not get: the plan chooses the options of a bucket by them, or centres its gradients."""
+"""Options that are not passed to kernels: the plan uses them to choose buckets, or to centre gradients."""
 
 WORDS = (str, bool, torch.dtype)
-"""Types of options whose values tell code what to do; other values are numbers, which kernels read at run time."""
+"""Types of options whose values select code; other values are numbers, which kernels read at run time."""
 
 
 def traits(case: Case, *, of_kernels: bool = False) -> set[tuple[object, ...]]:
@@ -33,7 +33,7 @@ def traits(case: Case, *, of_kernels: bool = False) -> set[tuple[object, ...]]:
 
     Args:
         case: The case.
-        of_kernels: Whether to tell apart only what kernels can, not ways to name parameters. Default: False.
+        of_kernels: Whether to distinguish only what kernels do, not ways to name parameters. Default: False.
     """
     groups = [{**case.options, **group} for group in case.groups]
     has: set[tuple[object, ...]] = {
@@ -54,11 +54,11 @@ def traits(case: Case, *, of_kernels: bool = False) -> set[tuple[object, ...]]:
 
 
 def state_traits(case: Case, *, details: bool = True) -> set[tuple[object, ...]]:
-    """Return what saving, loading and copying can lose: options, groups, layouts, and the state of each parameter.
+    """Return properties that saving, loading and copying can lose: options, groups, layouts and state.
 
     Args:
         case: The case.
-        details: Whether to tell apart the values of options and the dtypes and dims of state tensors. Default: True.
+        details: Whether to distinguish the values of options and the dtypes and dims of state tensors. Default: True.
     """
     has: set[tuple[object, ...]] = {("groups", len(case.groups)), ("scheduled", "lr" in case.options)}
     has |= {("layout", leaf.layout) for leaf in case.leaves} | {
@@ -76,7 +76,7 @@ def state_traits(case: Case, *, details: bool = True) -> set[tuple[object, ...]]
 
 @functools.cache
 def state_specs(case: Case) -> list[tuple[Parameter, StateSpec]]:
-    """Return each parameter of a case, on the meta device, with its state; building an optimizer takes milliseconds."""
+    """Return each parameter of a case, on the meta device, with its state; an optimizer would take milliseconds."""
     leaves = [torch.empty(leaf.shape, dtype=leaf.dtype or case.dtype, device="meta") for leaf in case.leaves]
     optimizer = case.optimizer([Parameter(leaf) for leaf in leaves], "auto")
     groups = optimizer.param_groups
@@ -84,7 +84,7 @@ def state_specs(case: Case) -> list[tuple[Parameter, StateSpec]]:
 
 
 def cost(case: Case) -> float:
-    """Return the approximate time in seconds: each row of each launch takes time, however short it is."""
+    """Return the approximate time in seconds; even a short row of a launch takes time."""
     options = {**case.options, **case.groups[0]}
     stacked, matrices = bool(options.get("stacked")), options.get("factor") == "last_two"
     rows = sum(
@@ -98,7 +98,7 @@ def cost(case: Case) -> float:
 
 
 def covering_states(cases: Iterable[Case], *, details: bool = True) -> list[Case]:
-    """Return cases that together have every trait of what is saved, loaded and copied."""
+    """Return cases that together have every trait of `state_traits`."""
     cases = list(cases)
     chosen = fewest({case.id: (state_traits(case, details=details), cost(case)) for case in cases})
     return [case for case in cases if case.id in chosen]
@@ -110,12 +110,12 @@ def covering(cases: Iterable[Case], *, of_kernels: bool = False) -> set[str]:
 
 
 def covering_pairs(cases: Iterable[Case]) -> set[str]:
-    """Return the ids of cases that together have every trait of all, and each two options of a group at once."""
+    """Return the ids of cases that together have every trait of all, and each pair of options in a group."""
     return fewest({case.id: (traits(case) | pairs(case), cost(case)) for case in cases})
 
 
 def pairs(case: Case) -> set[tuple[object, ...]]:
-    """Return each two options of a group; the dtypes of the case count as options, and numbers as one value."""
+    """Return each pair of options in a group; dtypes of the case count as options, and numbers as one value."""
     has: set[tuple[object, ...]] = set()
     for group in ({**case.options, **group} for group in case.groups):
         values = sorted((name, str(v if isinstance(v, WORDS) else type(v))) for name, v in group.items())
@@ -125,7 +125,7 @@ def pairs(case: Case) -> set[tuple[object, ...]]:
 
 
 def fewest(candidates: Mapping[str, tuple[set[tuple[object, ...]], float]]) -> set[str]:
-    """Return the ids of candidates that together have every trait: greedily the most new traits at the least cost."""
+    """Return the ids of candidates that together have every trait, chosen greedily by new traits per cost."""
     left = dict(candidates)
     missing: set[tuple[object, ...]] = set().union(*(has for has, _ in left.values()))
     chosen: set[str] = set()

@@ -85,7 +85,7 @@ def _doubled(place: float, length: int) -> Callable[[bytes], bytes]:
 
 
 def keys_of(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """Yield the paths of keys to every value, and to one that a dict does not have."""
+    """Yield the paths of keys to every value, and of a missing key in each dict."""
     for key in [*value, "newer"] if isinstance(value, dict) else range(len(value)):
         yield (*keys, key)
         if key != "newer" and isinstance(value[key], (dict, list)):
@@ -94,7 +94,7 @@ def keys_of(value: Any, keys: Keys = ()) -> Iterator[Keys]:
 
 @st.composite
 def edits(draw: st.DrawFn, whole: Any) -> Any:
-    """Return a copy with 1 to 3 values that are missing, of another kind, or tensors of another shape or dtype."""
+    """Draw a copy with 1 to 3 values that are missing, of another kind, or tensors of another shape or dtype."""
     edited = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 3))):
         keys = draw(st.sampled_from(list(keys_of(edited)) or [("newer",)]))

@@ -1,7 +1,7 @@
-"""Checks of errors: bad input raises at once, with torch's type of error and a message that names the cause.
+"""Checks of errors: bad input raises at once, with the type of error that torch raises, and names the cause.
 
 The types are TypeError for wrong types and unknown keywords, ValueError for values, RuntimeError for sparse gradients.
-Nothing changes: no parameter, no state, no step count, no group.
+Parameters, state, step counts and groups stay unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def weights() -> list[Parameter]:
 
 
 def stepped(kind: Kind, backend: str = "auto", **options: Any) -> tuple[list[Parameter], Optimizer]:
-    """Return parameters and their optimizer after one step, with gradients for the next."""
+    """Return parameters and their optimizer after a step, with gradients for the next one."""
     parameters = weights()
     optimizer = kind(parameters, lr=0.1, weight_decay=0.1, backend=backend, **options)
     for parameter in parameters:
@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def refused(parameters: Sequence[Tensor], optimizer: Optimizer, error: Errors, message: str) -> Iterator[None]:
-    """Check that the block raises this error with a message that matches, and changes nothing."""
+    """Check that the block raises an error whose message matches, and changes nothing."""
     before = snapshot(parameters, optimizer)
     with pytest.raises(error, match=f"(?is){message}"):
         yield

@@ -1,4 +1,4 @@
-"""A fake GPU: Triton compiles for it and launches kernels, and nothing runs."""
+"""A fake GPU: Triton compiles and launches kernels for it, and none runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.cases import Kind, set_gradients
 
 
 class Driver:
-    """An H100 for Triton's launcher; it records launches and never runs them."""
+    """An H100 for Triton's launcher; it records launches."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
@@ -28,7 +28,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, _: Any) -> Any:
-        """Return a launcher; its arguments are three sizes of the grid, six values of Triton, and the kernel's."""
+        """Return a launcher; it takes three sizes of the grid, six values of Triton, and the kernel's arguments."""
 
         def launch(programs: int, *arguments: Any) -> None:
             assert len(arguments) == 8 + len(source.fn.arg_names)
@@ -50,7 +50,7 @@ class Driver:
 
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    """Make Triton treat CPU tensors as tensors of this GPU."""
+    """Make Triton treat CPU tensors as tensors of the fake GPU."""
     from bighorn.kernels.triton import (
         came_kernels,
         came_unfactored_kernels,

@@ -1,4 +1,4 @@
-"""Flat tensors of several layouts, and runs of optimizers that are compared."""
+"""Flat tensors of several layouts, and the options with which their optimizers run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.sharded_runs import (
 )
 
 PADDING = 5
-"""The elements after the last parameter of a buffer."""
+"""Elements after the last parameter of a buffer."""
 
 Pairs = Sequence[tuple[str, Tensor]]
 Held = Sequence[Sequence[Fragment]]
 Layout = Callable[[Pairs], Held]
-"""The fragments of each flat tensor that this rank has of a group."""
+"""Returns the fragments of each flat tensor of a group on this rank."""
 
 
 def zero(named: Pairs) -> Held:
@@ -49,12 +49,12 @@ def zero(named: Pairs) -> Held:
 
 
 def tensor_each(named: Pairs) -> Held:
-    """Return the fragments of ZeRO, each in a tensor of its own, of which ranks have different numbers."""
+    """Return the fragments of ZeRO, each in a separate tensor; ranks have different numbers of tensors."""
     return [[Fragment(each.name, each.shape, each.numel, 0, each.offset)] for each in zero(named)[0]] or [[]]
 
 
 def last_rank_empty(named: Pairs) -> Held:
-    """Return whole parameters in turn, of which the last rank has none."""
+    """Return whole parameters, dealt to all ranks but the last."""
     found, start = [], 0
     for i, (name, p) in enumerate(named):
         if i % (dist.get_world_size() - 1) == dist.get_rank():
@@ -64,7 +64,7 @@ def last_rank_empty(named: Pairs) -> Held:
 
 
 def whole_rows(named: Pairs) -> Held:
-    """Return rows of each parameter, of which some ranks have none."""
+    """Return rows of each parameter; some ranks have none."""
     found, start, rank, world = [], 0, dist.get_rank(), dist.get_world_size()
     for name, p in named:
         row = p[0].numel()
@@ -120,7 +120,7 @@ class Flat:
         return whole.detach().flatten()[each.offset : each.offset + each.numel]
 
     def averages(self, key: str, wholes: Mapping[str, Mapping[str, Tensor]], factor: str) -> list[Tensor]:
-        """Return for each flat tensor the state of its fragments, of that of whole parameters, one after another."""
+        """Return for each flat tensor the state of its fragments, cut from the state of whole parameters."""
         found = []
         for own in self.held:
             parts = [torch.empty(0, dtype=torch.float64)]
@@ -142,7 +142,7 @@ class Flat:
 
 
 def grouped(bag: Bag) -> list[Pairs]:
-    """Return the parameters of 2 dims or more, and the others, as `Run.optimizer` groups them."""
+    """Return the parameters of 2 dims or more, and the others, in the groups of `Run.optimizer`."""
     named = list(bag.named_parameters())
     return [[pair for pair in named if pair[1].dim() >= 2], [pair for pair in named if pair[1].dim() < 2]]
 
@@ -156,7 +156,7 @@ def flattened(bag: Bag, layout: Layout, run: Run, **more: Any) -> tuple[list[Fla
 
 
 def advance(bag: Bag, flats: Sequence[Flat], optimizers: Sequence[Optimizer], steps: range, run: Run) -> None:
-    """Step a whole model, and its flat tensors, with the same gradients."""
+    """Step a whole model and its flat tensors with the same gradients."""
     for step in steps:
         grads = dict(zip(dict(bag.named_parameters()), gradients(bag, step, run.dtype), strict=True))
         for name, p in bag.named_parameters():
@@ -230,14 +230,14 @@ RUNS: Mapping[str, Run] = {
         compares_state=True,
         not_on=("zero", "tensor-each"),
     ),
-    # Without a clip hardly any sum matters: rows are whole.
+    # Without a clip, few sums cross ranks, since rows are whole.
     "came-cpu-stochastic": Run(
         Came,
         {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
         **BITWISE,
         not_on=("zero", "tensor-each"),
     ),
-    # Without trust ratios no sums matter, so every bit is that of the whole run, random ones included.
+    # Without trust ratios no sums are exchanged: every bit equals the whole run's, with the same random bits.
     "cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
     "cpu-kahan": Run(Lamb, {"weight_rounding": "kahan", **ALONE}, **BITWISE),
     "reference-master": Run(Lamb, {"weight_rounding": "master", **ALONE}, **{**BITWISE, "backend": "reference"}),
@@ -245,7 +245,7 @@ RUNS: Mapping[str, Run] = {
 
 
 def refused(make: Callable[[], object], *texts: str) -> None:
-    """Raise unless it raises a ValueError with these texts, on this rank; then all ranks can still exchange."""
+    """Check that a call raises a ValueError with all texts on this rank, and that ranks can still communicate."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the texts are compared
         make()
     assert all(text in str(caught.value) for text in texts), (texts, str(caught.value))

@@ -1,4 +1,4 @@
-"""Functions that the tests on a GPU share: they create tensors on the GPU and run steps."""
+"""Helpers of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same(first: list[Parameter], second: list[Parameter]) -> bool:
 
 
 def trained(kind: Kind, steps: int = 3, wait: Callable[[], None] = lambda: None, **options: Any) -> list[Parameter]:
-    """Return parameters after some steps with gradients at other addresses each time; `wait` is called before each."""
+    """Return parameters after some steps, each with gradients at new addresses; `wait` is called before each step."""
     params = parameters()
     optimizer = kind(params, **{**OPTIONS, **options})
     for step in range(steps):

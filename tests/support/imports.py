@@ -1,4 +1,4 @@
-"""Which module of a package imports which, and rules of them."""
+"""The graph of imports of a package, and helpers for rules on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 @cache
 def package(path: Path) -> Path:
-    """The top folder of the package that a file is in, or the file's folder."""
+    """Return the top folder of a file's package, or the file's folder."""
     folder = path.parent
     while (folder / "__init__.py").exists() and (folder.parent / "__init__.py").exists():
         folder = folder.parent
@@ -19,7 +19,7 @@ def package(path: Path) -> Path:
 
 
 def for_types_alone(tree: ast.AST) -> set[ast.AST]:
-    """Everything below an `if TYPE_CHECKING:`."""
+    """Return all nodes below an `if TYPE_CHECKING:`."""
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     return {inner for guard in guards for statement in guard.body for inner in ast.walk(statement)}
 
@@ -30,7 +30,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path, types: bool = True) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """The line and absolute dotted name, in parts, of each import anywhere in a file; with imports for types or not."""
+    """Yield the line and the absolute name, in parts, of each import in a file; `types` includes TYPE_CHECKING."""
     root = package(path)
     here = (root.name, *path.relative_to(root).with_suffix("").parts)
     left_out = set() if types else for_types_alone(parsed(path))
@@ -49,11 +49,11 @@ def imports(path: Path, types: bool = True) -> Iterator[tuple[int, tuple[str, ..
 
 
 Offence: TypeAlias = tuple[int, str]
-"""The line and what is wrong there."""
+"""A line, and the rule that it breaks."""
 
 
 def offenders(rule: Callable[[Path], Iterable[Offence]], files: Iterable[Path]) -> list[str]:
-    """All places that break a rule."""
+    """Return all places that break a rule."""
     return [
         f"{path.relative_to(package(path).parent)}:{line}: {what}"
         for path in files
@@ -62,12 +62,12 @@ def offenders(rule: Callable[[Path], Iterable[Offence]], files: Iterable[Path]) 
 
 
 def none_of(found: list[str]) -> None:
-    """Fail with all that breaks a rule, one a line; of a long list, pytest would show the beginning."""
+    """Fail with all offences, one a line; pytest would truncate a long list."""
     assert not found, "\n".join(["", *found])
 
 
 def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The largest sets of nodes that all reach each other."""
+    """Return the largest sets of nodes that all reach each other."""
     reached: dict[str, set[str]] = {}
     for node in graph:
         reached[node], waiting = set(), [node]
@@ -85,7 +85,7 @@ def module_of(path: Path) -> str:
 
 
 def import_graph(files: Iterable[Path]) -> dict[str, set[str]]:
-    """The modules of a package that each module imports, also within functions; without imports for types alone."""
+    """Return the modules of a package that each module imports, also in functions, without TYPE_CHECKING."""
     own = {module_of(path): path for path in files}
     return {
         name: {".".join(other) for _, other in imports(path, types=False)} & own.keys() for name, path in own.items()

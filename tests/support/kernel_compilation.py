@@ -28,7 +28,7 @@ def build(kernel: Any, pointers: Sequence[str], constants: dict[str, Any], optio
 
 
 def source(kernel: Any, pointers: Sequence[str], constants: dict[str, Any]) -> Any:
-    """Return what Triton compiles: tables come first, aligned as the allocator aligns them."""
+    """Return the source that Triton compiles: tables come first, and are aligned as the allocator aligns them."""
     from triton.compiler import ASTSource
 
     tables = dict(zip(kernel.arg_names, pointers, strict=False))
@@ -38,7 +38,7 @@ def source(kernel: Any, pointers: Sequence[str], constants: dict[str, Any]) -> A
 
 
 def found_in_ptx(kernel: Any) -> tuple[int, int]:
-    """Return 128-bit loads and stores; one of 256 bits, which Triton 3.9 emits for sm_100, counts twice."""
+    """Return the numbers of 128-bit loads and stores; one of 256 bits (Triton 3.9 on sm_100) counts twice."""
     found: Counter[str] = Counter()
     for way, count, size in re.findall(r"\b(ld|st)\.global\S*\.v(\d)\.[bf](\d+)\b", kernel.asm["ptx"]):
         found[way] += int(count) * int(size) // 128
@@ -57,19 +57,19 @@ def spilled_by_ptxas(kernel: Any, folder: Path) -> int:
 def spilled_by_amdgcn(kernel: Any) -> int:
     """Return the number of vector registers in memory, or the bytes of memory that a thread uses.
 
-    Scalar registers that do not suffice are kept in lanes of vector registers, which is not memory.
+    Scalar registers spill to lanes of vector registers, not to memory.
     """
     return max(map(int, re.findall(r"(?:vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"])))
 
 
 def all_in_amdgcn(kernel: Any) -> tuple[int, int]:
-    """Return the numbers of 128-bit loads and stores, including those of tables."""
+    """Return the numbers of 128-bit loads and stores, with the loads of tables."""
     loads, stores = (kernel.asm["amdgcn"].count(f"global_{way}_dwordx4") for way in ("load", "store"))
     return loads, stores
 
 
 def found_in_amdgcn(kernel: Any) -> tuple[int, int]:
-    """Return 128-bit loads and stores in the basic block with the most of both: tables are read before it."""
+    """Return 128-bit loads and stores in the basic block with the most of both; tables are loaded before it."""
     blocks = re.split(r"^\.LBB", kernel.asm["amdgcn"], flags=re.MULTILINE)
     counts = [(block.count("global_load_dwordx4"), block.count("global_store_dwordx4")) for block in blocks]
     return max(counts, key=lambda both: (min(both), sum(both)))  # a misaligned gradient has a separate block

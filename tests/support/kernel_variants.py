@@ -1,8 +1,7 @@
-"""Every variant of every kernel that the library compiles, recorded from the library's launches.
+"""Every variant of every kernel of the library, recorded from its launches.
 
-Nothing is compiled: optimizers step small CPU tensors that count as a GPU's, and each call of `device.compiled` is
-recorded. A new kernel, constant or table therefore needs no line here, and a new option needs one in `lamb_options` or
-`options_of`.
+Nothing is compiled: optimizers step small CPU tensors as if on a GPU, and each call of `device.compiled` is recorded. A
+new kernel, constant or table needs no line here; a new option needs one in `lamb_options` or `options_of`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ POINTERS = {torch.float64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel for one target, as the library compiles it."""
+    """A kernel with its constants, for one target."""
 
     kernel: Any
     pointers: tuple[str, ...]
@@ -53,9 +52,9 @@ class Variant:
         return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
 
     def traits(self) -> set[tuple[object, ...]]:
-        """Return what can fail in a Triton version: each value of a constant in each kernel, and each target.
+        """Return properties that can fail in a Triton version: each target, and each value of a kernel's constant.
 
-        On AMD's GPUs, for which some versions have no linker, each kernel counts once.
+        On AMD GPUs, for which some versions have no linker, each kernel counts once.
         """
         of_nvidia = TARGETS[self.target][0] == "cuda"
         values = [(key, str(value)) for key, value in self.constants + self.options if of_nvidia]
@@ -76,7 +75,7 @@ def variants() -> list[Variant]:
 
 @cache
 def covering() -> set[str]:
-    """Return the ids of a few variants that together have every trait."""
+    """Return the ids of variants that together have every trait."""
     return fewest({variant.id: (variant.traits(), 1.0) for variant in variants()})
 
 
@@ -115,7 +114,7 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
 
 
 def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
-    """Yield the same for CAME or LARS as `lamb_options` does for LAMB."""
+    """Yield the counterpart of `lamb_options` for CAME or LARS."""
     also = [F16] if kind is Came else []
     for x, g in itertools.product((F32, BF16, F16), repeat=2):
         for average in (F32, BF16, *also, "int8", *(["int4"] if g == x else [])):
@@ -135,7 +134,7 @@ def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) ->
 
 
 def make_shards() -> None:
-    """Make kernels for each way to shard tensors, on which random bits also depend."""
+    """Make kernels for each way to shard tensors; random bits depend on it, too."""
     kept: list[dict[str, Any]] = [{}, *({"dtype": BF16, "weight_rounding": rounding} for rounding in ROUNDINGS)]
     for (factor, shapes, cuts), options in itertools.product(LAYOUTS.values(), kept):
         small = [tuple(min(size, 30) for size in shape) for shape in shapes]

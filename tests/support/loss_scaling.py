@@ -1,4 +1,4 @@
-"""Functions that the tests of the loss scaler share: steps with known gradients, and every kind of optimizer."""
+"""Helpers of the tests of the loss scaler: steps with known gradients, and every kind of optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backward(loss: Tensor) -> None:
 
 
 def train_on(scaler: torch.amp.GradScaler, optimizer: Optimizer, param: Tensor, overflow: bool, factor: float) -> None:
-    """Take one step whose gradient is known: `factor` in each element, before scaling."""
+    """Take one step with a gradient of `factor` in each element, before scaling."""
     optimizer.zero_grad()
     backward(scaler.scale((param * factor).sum()))
     if overflow:

@@ -1,4 +1,4 @@
-"""megatron-core's buffers and distributed optimizer on a CPU: what they ask of CUDA, the CPU answers."""
+"""megatron-core's buffers and distributed optimizer on a CPU, in place of CUDA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 
 class _OnTheCPU(TorchFunctionMode):
-    """The device "cuda" is the CPU, and types have the names of CUDA's, by which Megatron recognises dtypes."""
+    """Maps the device "cuda" to the CPU, and `type()` to CUDA's names, by which Megatron recognises dtypes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -36,7 +36,7 @@ class _OnTheCPU(TorchFunctionMode):
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Let Megatron run here."""
+    """Let Megatron run without CUDA."""
     with _OnTheCPU(), mock.patch("torch.cuda.current_device", return_value="cpu"):
         if not parallel_state.is_initialized():
             parallel_state.initialize_model_parallel()
@@ -48,8 +48,8 @@ class Megatron:
 
     Attributes:
         model: The model itself.
-        optimizer: What Megatron's trainer steps and saves.
-        distributed: The DistributedOptimizer in it.
+        optimizer: The optimizer that Megatron's trainer steps and saves.
+        distributed: Its DistributedOptimizer.
     """
 
     def __init__(self, model: nn.Module, bucket_size: int) -> None:
@@ -76,7 +76,7 @@ class Megatron:
         [self.distributed] = self.optimizer.chained_optimizers
 
     def ranges(self) -> dict[nn.Parameter, slice]:
-        """Return the elements of each parameter whose gradients this rank has after the reduction."""
+        """Return the range of each parameter whose gradient this rank has after the reduction."""
         return {
             param: slice(held["param"].start, held["param"].end)
             for by_dtype in self.distributed.gbuf_ranges
@@ -86,7 +86,7 @@ class Megatron:
         }
 
     def step(self, grads: dict[str, Tensor]) -> None:
-        """Step with gradients, of which this rank has its ranges alone."""
+        """Step with gradients, from which this rank takes its own ranges."""
         ranges = self.ranges()
         for buffer in self.distributed.buffers:
             buffer.grad_data.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Models and gradients for the tests of offload, on the stand-in for a device."""
+"""Models and gradients for the tests of offload, on a stand-in for a device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.slow_copies import SlowCopies
 Overlap = Literal["copies", "forward"]
 OVERLAPS: tuple[Overlap, ...] = ("copies", "forward")
 SMALL_BUCKET = 0.0005
-"""In megabytes; the network below has five buckets of it."""
+"""In megabytes; `network()` has five buckets of this size."""
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Give(torch.autograd.Function):
-    """A loss of one parameter, whose gradient is given."""
+    """A loss of one parameter with a given gradient."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, grad: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Give(torch.autograd.Function):
 
 
 def backward_with(params: Sequence[Parameter], grads: Sequence[Tensor | None]) -> None:
-    """Run a backward pass that accumulates these gradients, the last parameter first."""
+    """Run a backward pass that accumulates the gradients, the last parameter first."""
     total = torch.zeros(())
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
@@ -70,18 +70,18 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 
 
 def assert_equal(net: nn.Module, other: nn.Module) -> None:
-    """Check that two models have the same weights to the bit."""
+    """Check that two models have the same weights, bit for bit."""
     assert_bitwise(list(net.parameters()), list(other.parameters()))
 
 
 def in_groups(kind: Kind, net: nn.Module) -> Any:
-    """Return an optimizer of a `network` with a group of its own for the last weights, and a schedule."""
+    """Return an optimizer of a `network` with a separate group for the last weights, and a schedule."""
     named = groups.by_rules(net.named_parameters(), [groups.Rule("^5", lr=0.03)])
     return kind(named, lr=schedules.Cosine(0.1, 8), weight_decay=0.1)
 
 
 def scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, loss: Any) -> None:
-    """Train one step with a scaler; an offloaded optimizer has it, so that `step()` replaces `scaler.step`."""
+    """Train one step with a scaler; an offloaded optimizer holds it, and `step()` replaces `scaler.step`."""
     scaler.scale(loss).backward()
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.step()
@@ -92,7 +92,7 @@ def scaled_step(scaler: Any, optimizer: torch.optim.Optimizer, loss: Any) -> Non
 
 
 def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
-    """Offload to the stand-in, with random delays and orders of arrival."""
+    """Offload to the stand-in, with random delays and a random order of arrival."""
     options.setdefault("copies", SlowCopies(seed=zlib.crc32(repr(sorted(map(str, options.items()))).encode())))
     options.setdefault("bucket_mb", SMALL_BUCKET)
     return offload(model, optimizer, **options)

@@ -44,7 +44,7 @@ def model() -> Net:
 
 
 def backward(net: nn.Module, step: int = 0) -> Tensor:
-    """Fill the gradients with those of a loss on fixed data."""
+    """Run a backward pass of a loss on fixed data."""
     generator = torch.Generator().manual_seed(step)
     dtype = next(net.parameters()).dtype
     loss: Tensor = net(torch.randn(10, 6, generator=generator).to(dtype)).square().sum()
@@ -53,15 +53,15 @@ def backward(net: nn.Module, step: int = 0) -> Tensor:
 
 
 def is_short(case: Case) -> bool:
-    """Whether the interpreter takes no more than some seconds for a case."""
+    """Whether the interpreter takes at most a few seconds for a case."""
     return case.leaves is not LARGE and cost(case) < 6
 
 
 def runs(cases: Iterable[Case]) -> list[Any]:
-    """Return test parameters, an indirect `backend` and a `case`: each case on each backend that serves it.
+    """Return test parameters, an indirect `backend` and a `case`: each case on each backend that supports it.
 
-    Those are slow tests whose traits other cases have. Backends with code of their own for an option also meet each two
-    options at once. Triton's kernels are interpreted if there is no GPU, and their longest cases are slow, too.
+    A case whose traits other cases have is slow. Backends with separate code for an option also get each pair of
+    options. Triton's kernels are interpreted if there is no GPU, and their longest cases are slow, too.
     """
     cases = list(cases)
     few = covering(cases)

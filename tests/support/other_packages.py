@@ -1,4 +1,4 @@
-"""Modules of packages whose own `__init__` needs what cannot be installed here, from their installed files."""
+"""Imports of modules whose package has an `__init__` with dependencies that cannot be installed here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 
 @contextmanager
 def bare_packages(install: str, *names: str) -> Iterator[Any]:
-    """Give a function that imports modules while some packages do not run the code of their `__init__`.
+    """Yield a function that imports modules of packages without their `__init__`.
 
-    All modules of these packages are forgotten afterwards. Skip the test if a package is not installed.
+    All modules of the packages leave `sys.modules` afterwards. Skip the test if a package is not installed.
     """
     root = names[0].partition(".")[0]
     spec = find_spec(root)
@@ -42,7 +42,7 @@ def bare_packages(install: str, *names: str) -> Iterator[Any]:
 
 @contextmanager
 def timm_optim() -> Iterator[Any]:
-    """Give timm.optim with our names in its registry, without the rest of timm."""
+    """Yield timm.optim with our names in its registry, without the rest of timm."""
     with bare_packages("pip install --no-deps timm", "timm") as load:
         models: Any = ModuleType("timm.models")
         models.group_parameters = models.group_with_matcher = None

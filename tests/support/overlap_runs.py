@@ -1,4 +1,4 @@
-"""A network of several buckets, its samples, and comparisons of its runs."""
+"""A network of several buckets, its samples, and its optimizers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def mine(samples: Tensor) -> Tensor:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two groups, so that every bucket has parameters of both."""
+    """Return two groups; every bucket has parameters of both."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},

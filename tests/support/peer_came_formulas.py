@@ -1,4 +1,4 @@
-"""Other packages' CAMEs, implemented again from their code, with the same order of operations and the same defaults.
+"""CAME of other packages, implemented again from their code, with the same order of operations and defaults.
 
 The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function
 steps all tensors once, and its docstring names the source: repository, file and commit.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tests.support.peer_formulas import Averages, Floats, Leaf, norm
 
 Matrices = tuple[int, int, int]
-"""The number of matrices that a tensor is divided into, their rows and their columns."""
+"""The number of matrices in a tensor, their rows and their columns."""
 
 
 def last_two(shape: tuple[int, ...]) -> Matrices | None:
@@ -44,8 +44,8 @@ def came_pytorch(
         rule: The division of a shape into matrices: their number, rows and columns; None if unfactored.
         b2: The decay of the averages of squared gradients, by the step from 1.
         b3: The decay of the averages of the instability.
-        store: The momentum as it is read at the next step.
-        confident: Whether the step of a factored tensor of this shape uses the instability.
+        store: Returns the momentum that the next step reads.
+        confident: Whether the step of a factored tensor uses the instability, by its shape.
     """
     b1, eps, threshold, decay = 0.9, (1e-30, 1e-16), 1.0, 0.1
     for leaf in leaves:
@@ -91,20 +91,20 @@ def sana(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def mindformers(leaves: Sequence[Leaf], lr: float) -> None:
-    """Mindformers 0ca25cc, mindformers/core/optim/came.py, with the defaults there."""
+    """Mindformers 0ca25cc, mindformers/core/optim/came.py, with its defaults."""
     came_pytorch(leaves, lr, b2=lambda t: 1 - t**-0.8, b3=0.99)
 
 
 def came8bit(leaves: Sequence[Leaf], lr: float, min_8bit_size: int = 16384) -> None:
-    """NVlabs/Sana, diffusion/utils/optimizer.py, CAME8BitWrapper: the step has the momentum before rounding."""
+    """NVlabs/Sana, diffusion/utils/optimizer.py, CAME8BitWrapper: the step uses the momentum before rounding."""
     came_pytorch(leaves, lr, rule=linear, store=lambda leaf, m: min_max(leaf, m, min_8bit_size))
 
 
 def onetrainer8bit(leaves: Sequence[Leaf], lr: float) -> None:
     """Nerogar/OneTrainer 247b0c3, modules/util/optimizer/CAME8bit.py.
 
-    For a 1x1 convolution it has `res_approx = update.view(grad.shape)` where `res_approx.view` is meant, so that the
-    step is the momentum times the update, whatever the gradient's sign.
+    For a 1x1 convolution it has `res_approx = update.view(grad.shape)` in place of `res_approx.view`, so the step is
+    the momentum times the update and does not depend on the gradient's sign.
     """
     came_pytorch(
         leaves,
@@ -116,7 +116,7 @@ def onetrainer8bit(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def min_max(leaf: Leaf, values: Floats, min_8bit_size: int, block: int = 2048) -> Floats:
-    """`_quantize_state`, then `_dequantize_state`: `split(block)` of a matrix has that many rows, not elements."""
+    """`_quantize_state`, then `_dequantize_state`: `split(block)` of a matrix takes `block` rows, not elements."""
     if linear(leaf.shape) is None or len(values) <= min_8bit_size:
         return values
     out, chunk = [], block * math.prod(leaf.shape[1:])

@@ -1,8 +1,8 @@
-"""Other packages' LAMBs, implemented again from their code, with the same defaults.
+"""LAMB of other packages, implemented again from their code, with the same defaults.
 
-The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. Adam's averages
-and the norms, which all have alike, are there once. A function steps all tensors once, and its docstring names the
-source: repository, file and commit. The last function returns timm's own optimizers, if timm is installed.
+The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. They share
+Adam's averages and the norms. A function steps all tensors once, and its docstring names the source: repository, file
+and commit. The last function returns timm's own optimizers, if timm is installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 Floats = list[float]
 Step = Callable[[Sequence["Leaf"], float], None]
 Averages = list[tuple[Floats, Floats]]
-"""CAME's averages of rows and of columns, for each matrix of a tensor."""
+"""CAME's averages of rows and of columns for each matrix of a tensor."""
 
 BETA1, BETA2 = 0.9, 0.999
 
@@ -71,7 +71,7 @@ def ratio(weight_norm: float, update_norm: float) -> float:
 
 
 def clipped(leaves: Sequence[Leaf]) -> list[Floats]:
-    """Return the gradients, divided by their global norm if it is above 1."""
+    """Return the gradients, divided by their global norm if that is above 1."""
     total = max(norm([g for leaf in leaves for g in leaf.g]), 1.0)
     return [[g / total for g in leaf.g] for leaf in leaves]
 
@@ -162,9 +162,9 @@ def tfa(leaves: Sequence[Leaf], lr: float, exclude_from_layer_adaptation: Sequen
 def mindspore(leaves: Sequence[Leaf], lr: float, grouped: bool = False) -> None:
     """mindspore-ai/mindspore: nn/optim/lamb.py 0385abb, and the kernels of its one operation on an Ascend device.
 
-    Those are .../ascend/optimizer/ir_fission/lamb_fission.cc 0f4901b with LambApplyOptimizerAssign and
-    LambApplyWeightAssign. The GPU kernel (gpu/kernel/nn/lamb_gpu_kernel.h 08097c0) is the same but for tensors of one
-    element, where it leaves ||u|| unset; earlier ones clip the ratio to 10 and take eps inside the root for ||u||.
+    The kernels are .../ascend/optimizer/ir_fission/lamb_fission.cc 0f4901b, with LambApplyOptimizerAssign and
+    LambApplyWeightAssign. The GPU kernel (gpu/kernel/nn/lamb_gpu_kernel.h 08097c0) is the same, except that it leaves
+    ||u|| unset for one element; earlier versions clip the ratio to 10 and take eps inside the root for ||u||.
     """
     for leaf in leaves:
         decay_flag = grouped or ("beta" not in leaf.name and "gamma" not in leaf.name)
@@ -173,11 +173,11 @@ def mindspore(leaves: Sequence[Leaf], lr: float, grouped: bool = False) -> None:
 
 
 TIMM_ABSENT = None if find_spec("timm") else "timm is not installed: pip install --no-deps timm"
-"""The reason why timm's Lamb is missing; its dependencies do not have a CPU build everywhere."""
+"""The reason of a skip without timm, whose dependencies do not have a CPU build everywhere."""
 
 
 def installed_timm(module: str) -> Any:
-    """Return a module of timm's optimizers, from timm's folder, since `import timm` needs torchvision."""
+    """Return a module of timm's optimizers from timm's folder, since `import timm` needs torchvision."""
     spec = find_spec("timm")
     assert spec is not None
     assert spec.submodule_search_locations

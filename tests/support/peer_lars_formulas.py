@@ -1,4 +1,4 @@
-"""Other packages' LARS, implemented again from their code, with the same order of operations and the same defaults.
+"""LARS of other packages, implemented again from their code, with the same order of operations and defaults.
 
 The formulas use Python floats, one element at a time, and nothing from bighorn or `scalar_formulas.py`. A function
 steps all tensors once with weight_decay=0.1, and its docstring names the source: repository, file and commit.
@@ -14,7 +14,7 @@ DECAY = 0.1
 
 
 def paper(leaves: Sequence[Leaf], lr: float) -> None:
-    """arXiv:1708.03888v3, Algorithm 1; a ratio of 1 where a norm is 0, of which the paper says nothing."""
+    """arXiv:1708.03888v3, Algorithm 1; the ratio is 1 where a norm is 0, which the paper leaves open."""
     eta = 0.001
     for leaf in leaves:
         w_norm, g_norm = norm(leaf.x), norm(leaf.g)
@@ -23,7 +23,7 @@ def paper(leaves: Sequence[Leaf], lr: float) -> None:
 
 
 def sgd(leaf: Leaf, grad: Floats, lr: float, momentum: float) -> None:
-    """torch.optim.SGD without decay, which many have behind their ratio."""
+    """torch.optim.SGD without decay, which many packages use behind their ratio."""
     leaf.m = [momentum * m + g for m, g in zip(leaf.m, grad, strict=True)]
     leaf.move(lr, leaf.m)
 
@@ -91,7 +91,7 @@ def barlowtwins(leaves: Sequence[Leaf], lr: float) -> None:
 def mindspore(leaves: Sequence[Leaf], lr: float) -> None:
     """mindspore-ai/mindspore 01fc6ef, nn/optim/lars.py, around nn.Momentum(momentum=0.9); CANN's lars_v2_update.py.
 
-    The wrapper takes the decay away from Momentum, also of the parameters that its filter leaves out.
+    The wrapper sets Momentum's decay to 0, also for the parameters that its filter leaves out.
     """
     epsilon, coefficient = 1e-5, 0.001
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Trainings of other packages' optimizers, by the package or by its formula, and of ours on the same tensors."""
+"""Trainings by optimizers of other packages, or by their formulas, and by ours on the same tensors."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ INSTALL = {
     "pytorch_optimizer": "pip install 'bighorn[peers]'",
     "came_pytorch": "pip install 'bighorn[peers]'",
 }
-"""Witnesses that are packages, and how to get them; timm's dependencies do not have a CPU build everywhere."""
+"""Packages that are witnesses, and how to install them; timm's dependencies do not have a CPU build everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
 class Witness:
-    """A peer's training."""
+    """A training by a peer."""
 
     name: str
-    """The package that takes the steps, or `FORMULA`."""
+    """The package, or `FORMULA`."""
     run: Callable[[Case, bool], list[Tensor]]
-    """Trains a case in float64, and returns its tensors; True gives biases a group without decay."""
+    """Trains a case in float64 and returns its tensors; with True, biases have a group without decay."""
 
     def need(self) -> None:
         if self.name in INSTALL and find_spec(self.name) is None:
@@ -80,7 +80,7 @@ def train(case: Case, optimizer: torch.optim.Optimizer, params: Sequence[Paramet
 
 
 def largest_difference(case: Case, ours: Sequence[Tensor], theirs: Sequence[Tensor], without: str = "^$") -> float:
-    """Return the largest ||ours - theirs|| / ||theirs|| of a tensor, but for those whose name has a pattern."""
+    """Return the largest ||ours - theirs|| / ||theirs|| of the tensors whose name does not match a pattern."""
     largest = 0.0
     for leaf, mine, other in zip(case.leaves, ours, theirs, strict=True):
         if not re.search(without, leaf.name):
@@ -111,7 +111,7 @@ def formula(step: Callable[..., None], **settings: Any) -> Witness:
 
 
 def package(name: str, kind: str, **options: Any) -> Witness:
-    """Return a witness that runs a package's optimizer of torch tensors; timm's come from their own modules."""
+    """Return a witness that runs a package's torch optimizer; timm's are imported from their own modules."""
 
     def run(case: Case, grouped: bool) -> list[Tensor]:
         module = peer_formulas.installed_timm(kind.lower()) if name == "timm" else importlib.import_module(name)
@@ -133,7 +133,7 @@ def jax_in_double() -> Iterator[None]:
 
 
 def optax(name: str, **options: Any) -> Witness:
-    """Return a witness that runs an optimizer of optax; a step is compiled as a whole, which is quickest."""
+    """Return a witness that runs an optimizer of optax; it compiles a whole step, which is quickest."""
 
     def run(case: Case, _: bool) -> list[Tensor]:
         jax: Any = importlib.import_module("jax")

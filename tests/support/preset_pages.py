@@ -18,22 +18,22 @@ FIGURE = re.compile(r"\| (\d+e[+-]\d+) \| (\d+e[+-]\d+) \|$", re.MULTILINE)
 
 
 def backends(dtype: torch.dtype) -> list[str]:
-    """The backends that work on this machine and that serve a dtype."""
+    """Return the backends that work on this machine and support a dtype."""
     of = [name for name, found in kernels.status().items() if found.available and found.device == "cpu"]
     return [name for name in of if name not in LEFT_OUT or dtype not in DOUBLE]
 
 
 def named(preset: Preset) -> str:
-    """The names of a preset, as a cell."""
+    """Return the names of a preset as a cell."""
     return ", ".join(f"`{name}`" for name in (preset.name, *preset.aliases))
 
 
 def listed(presets: Sequence[Preset]) -> str:
-    """Return the table of the page: what each preset differs in, and its options."""
+    """Return the table of the page: the differences of each preset, and its options."""
     text = "\n| preset | differs from the paper | options beyond the defaults |\n|---|---|---|\n"
     for preset in presets:
         options = ", ".join(f"`{name}={value!r}`" for name, value in preset.options.items())
-        differs = preset.differs.replace("|", r"\|")  # a norm's bars are no cells
+        differs = preset.differs.replace("|", r"\|")  # bars of a norm are not cells
         text += f"| {named(preset)} | {differs} | {options or 'none'} |\n"
     return text + "\n"
 
@@ -43,7 +43,7 @@ def versions(packages: Iterable[str]) -> str:
 
 
 def tables(presets: Sequence[Preset], measured: str, rows: Iterable[str]) -> str:
-    """Return the tables of some presets: where each was read, and the rows of figures, measured with some versions."""
+    """Return the tables of presets: the source of each, and the figures measured with some versions."""
     text = "\n| preset | read in |\n|---|---|\n"
     text += "".join(f"| {named(preset)} | {preset.source} |\n" for preset in presets)
     text += f"\nMeasured with {measured}.\n"
@@ -52,18 +52,18 @@ def tables(presets: Sequence[Preset], measured: str, rows: Iterable[str]) -> str
 
 
 def written(name: str, page: Path = RESULTS) -> str:
-    """Return the tables that a page has between its comments of this name."""
+    """Return the tables between the comments of this name in a page."""
     [text] = _between(name).findall(page.read_text())
     return str(text)
 
 
 def write(name: str, text: str, page: Path = RESULTS) -> None:
-    """Write the tables of this name into a page."""
+    """Replace the tables between the comments of this name in a page."""
     page.write_text(_between(name).sub(lambda _: text, page.read_text()))
 
 
 def check_figures(text: str, proofs: int, bounds: Mapping[torch.dtype, float]) -> None:
-    """Assert that tables have a row for each proof, and that no figure is above the bound of its dtype."""
+    """Check that tables have a row for each proof, and that no figure is above the bound of its dtype."""
     figures = FIGURE.findall(text)
     assert len(figures) == proofs
     assert max(float(double) for double, _ in figures) <= bounds[torch.float64]
@@ -71,7 +71,7 @@ def check_figures(text: str, proofs: int, bounds: Mapping[torch.dtype, float]) -
 
 
 def without_figures(text: str) -> str:
-    """Return tables without what was measured and with which versions."""
+    """Return tables without figures and versions."""
     return FIGURE.sub("| | |", re.sub(r"^Measured with .*$", "", text, flags=re.MULTILINE))
 
 

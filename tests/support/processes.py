@@ -1,6 +1,6 @@
-"""Processes that work together, each with a time limit, so that no process waits for another one forever.
+"""Processes that work together, each with a time limit: none waits for another one forever.
 
-Each is forked from a process that has only imported torch and bighorn, because importing them takes seconds.
+Each is forked from a process that has imported torch and bighorn, because imports take seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from bighorn_workbench.ranks import end_process_group
 
 LIMIT = 250
-"""Seconds that a process may take on a busy machine, on which importing torch alone takes one minute."""
+"""Seconds that a process may take; on a busy machine, importing torch alone takes one minute."""
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 VARIABLES = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -60,7 +60,7 @@ def outcomes(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> list[Outcome]:
-    """Run a program, a file or its text, in one process for each of these lists of arguments, in a folder.
+    """Run a program, a file or its text, in a folder, in one process for each list of arguments.
 
     Each process has its rank in the environment, as under torchrun. After the limit the test fails and prints the stack
     of each process, which distinguishes a process that waits for another from a slow machine.
@@ -103,7 +103,7 @@ def outcomes(
 
 @contextmanager
 def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
-    """Make this process the only one of a process group, whose end takes half a second."""
+    """Make this process a process group of one; its end takes half a second."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         assert dist.group.WORLD is not None
@@ -113,14 +113,14 @@ def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:
-    """Fail with all output if a process has failed."""
+    """Fail with the output of all processes if one of them has failed."""
     told = [f"process {number} ended with {end.code}\n{end.output}{end.errors}" for number, end in enumerate(processes)]
     if any(end.code for end in processes):
         pytest.fail("\n".join(told), pytrace=False)
 
 
 def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
-    """Run a program in a new process as `python` would with these arguments."""
+    """Run a program in this new process as `python` would."""
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     faulthandler.enable()  # an aborted process prints its stack

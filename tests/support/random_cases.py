@@ -16,9 +16,8 @@ from tests.support.cases import CAME, LAMB, LARS, Case
 NAMES = ("conv1.bias", "big.weight", "plain.weight", "norm.scale", "late.bias")
 """The first two are always present, since an exclusion that matches no name is refused."""
 
-# The table tests these: a mask that rounding flips, a gradient that is almost its mean and divided by its own size, and
-# a compensation that ends at a tie of two subnormal numbers.
-# compensation that ends at a tie of two subnormal numbers.
+# The table tests what random cases leave out: a mask that rounding flips, a gradient that is almost its mean and is
+# divided by its own size, and a compensation that ends at a tie of two subnormal numbers.
 NOISY = {"cautious", "grad_centralization"}
 PRECISIONS = sorted(DTYPES.keys() - {"float16-weights-kahan"})
 FILLS: Sequence[Fill] = ("normal", "big", "small", "zero")
@@ -28,10 +27,10 @@ GRAD_LAYOUTS: Sequence[Layout] = (*LAYOUTS, "lazy")
 """Layouts without "expanded", since the rounding errors of equal elements add up."""
 SIZES = (0, 1, 2, 3, 5, 7, 8, 16, 17, 31, 64, 65, 129, 257, 1025, 4097)
 MOST = 9000
-"""The most elements of a tensor: more than blocks and shared tensors need."""
+"""The most elements of a tensor, enough for blocks and for tensors that threads share."""
 
 FEWEST = 5
-"""The fewest elements of a tensor with a trust ratio, if it has any."""
+"""The fewest elements of a nonempty tensor with a trust ratio."""
 
 
 @st.composite
@@ -52,7 +51,7 @@ def fits(layout: Layout, shape: tuple[int, ...]) -> bool:
 def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad_dtype: torch.dtype) -> Leaf:
     shape, group = draw(shapes()), draw(st.integers(0, len(groups) - 1))
     stacked = groups[group].get("stacked")
-    # If an update of few elements cancels, its ratio is rounding noise; `case_tensors.py` has some that do not.
+    # If an update of few elements cancels, its ratio is rounding noise; those in `case_tensors.py` do not cancel.
     assume(torch.Size(shape[1:] if stacked else shape).numel() not in range(1, FEWEST))
     assume(not stacked or len(shape) >= 2)
     layouts = [layout for layout in GRAD_LAYOUTS if fits(layout, shape)]
@@ -71,7 +70,7 @@ def leaves(draw: st.DrawFn, name: str, groups: Sequence[Mapping[str, Any]], grad
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw options of up to three rows, a row of groups and a row of dtypes, without incompatible ones."""
+    """Draw compatible options of up to three rows, a row of groups and a row of dtypes."""
     table = draw(st.sampled_from((LAMB, CAME, LARS)))
     rows, of_groups = table.options, table.groups
     options: dict[str, Any] = {}
@@ -104,7 +103,7 @@ FLOAT32: tuple[torch.dtype, torch.dtype, Mapping[str, Any]] = (torch.float32, to
 
 
 def constructible(case: Case) -> bool:
-    """Return whether the constructor accepts these options together."""
+    """Whether the constructor accepts the options together."""
     try:
         case.optimizer(case.parameters(), "reference")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tests that run on several ranks at once, in processes that stay from test to test."""
+"""Tests on several ranks, in processes that are reused from test to test."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from _pytest.config import get_config
 from tests.support.processes import FORKS, LIMIT
 
 GRACE = 5
-"""Seconds that other ranks have to fail as well, once one has: they may wait for it in a collective."""
+"""Seconds that ranks have to finish after one has failed: they may wait for it in a collective."""
 
 BODIES: dict[tuple[str, str], Callable[..., object]] = {}
 """The functions that `ranks` decorates, by module and name."""
 
 SetUp: TypeAlias = tuple[Any, ...]
-"""A function that each process calls before its first test, and its first arguments."""
+"""A function that each process calls before its first test, and its leading arguments."""
 
 POOLS: dict[tuple[int, SetUp], Pool] = {}
 
 
 class Call(NamedTuple):
-    """What a rank runs, with the warning filters of the test."""
+    """A call of a test's body on a rank, with the warning filters of the test."""
 
     module: str
     name: str
@@ -68,8 +68,8 @@ def ranks(
     """Return a decorator for a function that runs on each of `world` ranks, a number or a function of its arguments.
 
     With several numbers, pytest runs a test once with each. The arguments are pickled, so they are names, numbers and
-    paths rather than models. `set_up` is a function of them, too. The test fails with the traceback of each rank that
-    fails, and skips if a rank skips.
+    paths rather than models. `set_up` is a function of the arguments, too. The test fails with the traceback of each
+    rank that fails, and skips if a rank skips.
     """
 
     def decorate(body: Callable[..., object]) -> Callable[..., None]:
@@ -95,7 +95,7 @@ def ranks(
 
 
 def call_on_ranks(body: Callable[..., object], values: dict[str, Any], world: int, set_up: SetUp) -> None:
-    """Call a function of a module on each rank, and fail or skip as it does there."""
+    """Call a function of a module on each rank, and fail or skip if a rank does."""
     call = Call(body.__module__, body.__qualname__, values, list(warnings.filters))
     with pool(world, set_up) as processes:
         failures = processes.run(call)
@@ -108,7 +108,7 @@ def call_on_ranks(body: Callable[..., object], values: dict[str, Any], world: in
 
 @contextmanager
 def pool(world: int, set_up: SetUp) -> Iterator[Pool]:
-    """Lend the processes of so many ranks, and end them after an error; two pools of several ranks are kept."""
+    """Lend the processes of `world` ranks, and end them after an error; two pools of several ranks are kept."""
     processes = POOLS.pop((world, set_up), None) or Pool(world, set_up)
     try:
         yield processes
@@ -122,7 +122,7 @@ def pool(world: int, set_up: SetUp) -> Iterator[Pool]:
 
 
 class Pool:
-    """Processes that were set up together. They end with the process that made them."""
+    """Processes that were set up together. They end with their parent process."""
 
     def __init__(self, world: int, set_up: SetUp) -> None:
         self.folder = tempfile.TemporaryDirectory()
@@ -138,7 +138,7 @@ class Pool:
             theirs.close()
 
     def run(self, call: Call) -> dict[int, Failure]:
-        """Run a call on all ranks, and return the failures of ranks; a rank that waits too long prints its stack."""
+        """Run a call on all ranks, and return their failures; a rank that waits too long prints its stack."""
         failures: dict[int, Failure] = {}
         for connection in self.connections:
             connection.send(call)
@@ -190,7 +190,7 @@ def serve(rank: int, world: int, set_up: SetUp, folder: Path, connection: Connec
         try:
             call = connection.recv()
         except (EOFError, ConnectionResetError):
-            os._exit(0)  # without the end of the process group, which would wait for other ranks
+            os._exit(0)  # destroying the process group would wait for other ranks
         connection.send(result(call))
 
 

@@ -1,7 +1,7 @@
 """`make sanitize`: tests of the C library under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-A finding of a sanitizer ends the process. The sanitizers also prevent the compiler from vectorizing, so float32 sums
-round differently and some comparisons with the reference miss their bounds: a failed assertion is reported as expected.
+A finding of a sanitizer ends the process. The sanitizers also prevent vectorization, so float32 sums round differently
+and some comparisons with the reference miss their bounds: a failed assertion is reported as expected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SANITIZED, WORKBENCH = ROOT / "build" / "sanitized", ROOT / "workbench" / "src"
 
 
 def environment() -> Mapping[str, str]:
-    """Return the variables for `python -S`, which finds no editable install, so it imports the sanitized library."""
+    """Return the variables for `python -S`, which skips the editable install and imports the sanitized library."""
     preloaded = [
         subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so")
@@ -36,13 +36,13 @@ def environment() -> Mapping[str, str]:
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the command of a pytest run in that environment."""
+    """Return the command of pytest for `environment()`."""
     return [sys.executable, "-S", "-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *arguments]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Any:
-    """Report a failed assertion as expected, when pytest runs with this module as a plugin."""
+    """Report a failed assertion as expected, if this module is a plugin of pytest."""
     report = yield
     if call.excinfo is not None and call.excinfo.errisinstance(AssertionError):
         report.outcome, report.wasxfail = "skipped", "sums are not vectorized under sanitizers"

@@ -3,8 +3,8 @@
 LAMB is arXiv:1904.00962v5, Algorithm 2; CAME is arXiv:2307.02047v2, Algorithm 2; LARS is arXiv:1708.03888v3,
 Algorithm 1.
 
-The reference backend is compared with these formulas, so they share nothing with it: no bighorn, no torch, only flat
-lists of floats and `math`. They are slow on purpose; read them beside the paper.
+The reference backend is compared with these formulas, so they share nothing with it: they use flat lists of floats and
+`math`, and neither bighorn nor torch. They are slow; read them beside the paper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Options:
-    """The options that may differ from tensor to tensor. The defaults are the paper's LAMB."""
+    """Options of LAMB for one tensor; the defaults are the paper's."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LarsOptions:
-    """The same for LARS."""
+    """Options of LARS for one tensor."""
 
     lr: float = 1.0
     momentum: float = 0.9
@@ -118,7 +118,7 @@ def step(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
 ) -> list[list[Ratio]]:
-    """Step all tensors in place; return each tensor's ratios (none if it had no gradient)."""
+    """Step all tensors in place; return each tensor's ratios, none if it has no gradient."""
     present = [None if g is None else [a * inv_scale for a in g] for g in grads]
     total = norm([a for g in present if g is not None for a in g])
     if skip_nonfinite and not math.isfinite(total):
@@ -191,7 +191,7 @@ def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
 
 
 def one_minus_power(beta: float, t: int) -> float:
-    """Return 1 - beta^t to the last digits, of which the difference would lose four for 0.9999."""
+    """Return 1 - beta^t to full precision; the plain difference would lose four digits for 0.9999."""
     return 1.0 if beta == 0 else -math.expm1(t * math.log(beta))
 
 
@@ -268,7 +268,7 @@ class CameOptions:
 
 @dataclass
 class Factors:
-    """The averages of one matrix's rows and columns."""
+    """The averages of the rows and the columns of one matrix."""
 
     row: Floats
     col: Floats
@@ -289,7 +289,7 @@ class Factors:
 
 @dataclass
 class CameTensor:
-    """A parameter as a flat list in row-major order, with its state; its matrices follow one another."""
+    """A parameter as a flat list in row-major order, with its state; its matrices are consecutive."""
 
     x: Floats
     shape: tuple[int, ...]
@@ -313,7 +313,7 @@ class CameTensor:
 
 @dataclass(frozen=True)
 class CameFigures:
-    """The metrics of one tensor."""
+    """CAME's metrics of one tensor."""
 
     update_rms: float
     clip: float

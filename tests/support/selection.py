@@ -1,4 +1,4 @@
-"""Which of the collected tests a run has: what cannot run here says so once, and products of parameters are thinned."""
+"""Selection of collected tests: one skip for each missing requirement, and a pairwise cover of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.covering_cases import fewest
 
 
 def why_not(backend: str) -> str | None:
-    """Return why tests cannot run on a backend here, or None."""
+    """Return why tests cannot run on a backend on this machine, or None."""
     status = kernels.status().get(backend)
     if status is None or not status.available:
         return f"backend {backend}: {status.detail if status else 'unknown to kernels.status()'}"
@@ -22,7 +22,7 @@ def why_not(backend: str) -> str | None:
 
 
 def one_skip_a_module(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests of a module that lack the same, such as a GPU, leave one, which says what it lacks."""
+    """Keep one of the tests in a module that lack the same requirement, such as a GPU; its skip has the reason."""
     said, left_out = set(), []
     for item in items:
         lacks = lacking(item)
@@ -38,12 +38,12 @@ def one_skip_a_module(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def lacking(item: pytest.Item) -> str | None:
-    """Return what a test needs that is not there, or None."""
+    """Return the missing requirement of a test, or None."""
     for mark in item.iter_markers("skipif"):
         if mark.args and mark.args[0] is True:
             return str(mark.kwargs.get("reason"))
     backend = parameters(item).get("backend")
-    # A library of other sources is a failure, and everything says so.
+    # A library of other sources is a failure, not a skip: the fixture `backend` fails.
     return backend if backend in OPTIONAL and why_not(backend) else None
 
 
@@ -56,9 +56,9 @@ def parameters(item: pytest.Item) -> dict[str, object]:
 
 
 def mark_beyond_pairs(items: list[pytest.Item]) -> None:
-    """Mark as slow what a test adds after each two values of its parameters have met.
+    """Mark as slow all but a pairwise cover of the values of a test's parameters.
 
-    A fault shows with one value of one parameter, or with one of each of two, more often than only where three meet.
+    Most faults depend on the values of one or two parameters.
     """
     tests: dict[tuple[object, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
@@ -72,7 +72,7 @@ def mark_beyond_pairs(items: list[pytest.Item]) -> None:
 
 
 def pairs(item: pytest.Item) -> set[tuple[object, ...]]:
-    """Return each two of the parameters of a test; a value that has no name is known by its address."""
+    """Return each pair of parameter values of a test; a value without a name is identified by its address."""
     named = (str, int, float, type(None))
     values = (
         (name, repr(value) if isinstance(value, named) else id(value)) for name, value in parameters(item).items()

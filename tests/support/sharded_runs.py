@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded in several ways, and runs of optimizers that are compared."""
+"""Models whose parameters are sharded in several ways, and the options with which their optimizers run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class Bag(nn.Module):
-    """Parameters, and a loss that has the given gradients."""
+    """Parameters, and a loss with given gradients."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Bag(nn.Module):
             self.register_parameter(name, Parameter(values.to(dtype)))
 
     def place(self, names: Sequence[str], mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """Distribute some parameters; placements along missing dims become replicated."""
+        """Distribute some parameters; they are replicated in place of shards along missing dims."""
         for name in names:
             p = self.get_parameter(name)
             fitting = [Replicate() if isinstance(on, Shard) and on.dim >= p.dim() else on for on in placements]
@@ -84,7 +84,7 @@ def half_plain(bag: Bag) -> None:
 
 
 def tensor_parallel_and_sharded(bag: Bag) -> None:
-    """Use strided shards, both dims, replication along one mesh dim, and parameters only on the other dim's mesh."""
+    """Use strided shards, both dims, replication along one mesh dim, and parameters on the other dim's mesh alone."""
     both = mesh(2, 2)
     bag.place(["prime", "even", "bias"], both["two"], [Shard(0)])
     bag.place(["embedding"], both["two"], [Shard(1)])
@@ -116,7 +116,7 @@ class Run:
     kind: Kind
     options: Mapping[str, Any] = field(default_factory=dict)
     group: Mapping[str, Any] = field(default_factory=dict)
-    """Options of parameters of 2 dims or more."""
+    """Group options of parameters of 2 dims or more."""
     steps: int = 2
     dtype: torch.dtype = torch.float64
     backend: str = "reference"
@@ -181,12 +181,12 @@ RUNS: Mapping[str, Run] = {
         compares_state=True,
         not_on=("columns", "both-dims", "fsdp-and-tp"),
     ),
-    # The second moment takes random bits, which must be those of the element in the whole tensor.
+    # The random bits of the second moment depend on an element's position in the whole tensor.
     "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
     "lamb-cpu": Run(
         Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
-    # Without trust ratios no sums are exchanged, so every bit is that of the unsharded run.
+    # Without trust ratios no sums are exchanged: every bit equals the unsharded run's.
     "lamb-cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
     "lamb-cpu-stochastic-stacked": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, {"stacked": True}, **BITWISE),
     "lamb-cpu-int8": Run(
@@ -230,7 +230,7 @@ RUNS: Mapping[str, Run] = {
         tolerance=1e-5,
         not_on=("columns", "both-dims", "fsdp-and-tp"),
     ),
-    # Without a clip hardly any sum matters: rows of dim 0 are whole.
+    # Without a clip, few sums cross ranks, since rows of dim 0 are whole.
     "came-cpu-stochastic": Run(
         Came,
         {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},

@@ -1,4 +1,4 @@
-"""A stand-in for a device: its memory is the CPU's, and copies take place in threads, at a stated bandwidth."""
+"""A stand-in for a device: its memory is the CPU's, and threads copy at a given bandwidth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlowArrival:
 
 
 class Direction:
-    """A thread that copies in one direction; it reads and writes memory when a copy takes place, not before."""
+    """A thread that copies in one direction; a copy reads and writes memory when it runs, not when it is enqueued."""
 
     def __init__(self, bandwidth: float, delay: float, seed: int | None) -> None:
         self.bandwidth, self.delay = bandwidth, delay
@@ -40,7 +40,7 @@ class Direction:
         self.waiting: list[tuple[list[tuple[Tensor, Tensor]], SlowArrival]] = []
         self.bytes = 0
         self.error: BaseException | None = None
-        """What the next copy raises."""
+        """The error that the next copy raises."""
         threading.Thread(target=self.serve, daemon=True).start()
 
     def begin(self, pairs: list[tuple[Tensor, Tensor]]) -> SlowArrival:
@@ -59,7 +59,7 @@ class Direction:
             del pairs, arrival
 
     def next(self) -> int:
-        """A random copy of those that wait, but the first of those to the same memory."""
+        """Return the index of a random waiting copy; copies to the same memory stay in order."""
         chosen = 0 if self.random is None else self.random.randrange(len(self.waiting))
         targets = {target.data_ptr() for target, _ in self.waiting[chosen][0]}
         return next(
@@ -78,7 +78,7 @@ class Direction:
         except BaseException as error:
             arrival.error = error
         self.bytes += size
-        pairs.clear()  # so that nothing here keeps the memory of a copy that has ended
+        pairs.clear()  # an ended copy keeps no memory alive
         time.sleep(max(0.0, size / self.bandwidth - (time.perf_counter() - began)))
         arrival.ended.set()
 

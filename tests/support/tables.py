@@ -1,4 +1,4 @@
-"""Tables that one test goes through, so that it lists every row that fails."""
+"""Tables of quick rows: one test runs all of them, and lists every row that fails."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Test: TypeAlias = Callable[..., None]
 def for_every(
     names: str | Sequence[str], rows: Iterable[Any], ids: Iterable[str] | Callable[[Any], object] | None = None
 ) -> Callable[[Test], Test]:
-    """Return a decorator as `pytest.mark.parametrize` is one, for rows that are quick: all of them are one test.
+    """Return a decorator like `pytest.mark.parametrize` that runs all rows in one test.
 
-    Rows share the fixtures of the test. If rows skip, the others run, and then the test says so as a skip.
+    Rows share the fixtures of the test. If rows skip, the others still run, and the test skips with the reasons.
     """
     named = (names,) if isinstance(names, str) else tuple(names)
     given = iter(ids) if isinstance(ids, Iterable) else None

@@ -1,4 +1,4 @@
-"""The small model that the tests train with every trainer, its data, and the same training by hand."""
+"""A small model for the tests of trainers, its data, and its training by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """A model that returns its loss, as the models of transformers do."""
+    """A model that returns its loss, like the models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Logits(nn.Module):
-    """The model without its loss, which fastai computes."""
+    """The model without its loss; fastai computes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def by_hand(
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Check that parameters agree up to rounding, and that the training changed every one."""
+    """Check that parameters agree up to rounding, and that training changed each."""
     for (name, a), b, c in zip(ours.named_parameters(), theirs.parameters(), Net().parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
         assert not a.equal(c), name

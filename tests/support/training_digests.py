@@ -1,4 +1,4 @@
-"""A training of large, small and misaligned tensors, which tests run in subprocesses, and digests of its results."""
+"""Digests of a training of large, small and misaligned tensors, for tests in subprocesses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ FEW_BITS: dict[str, dict[str, Any]] = {
     "kahan-int4": {"weight_rounding": "kahan", "state_dtype": "int4"},
     "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
 }
-"""Options for bfloat16 matrices, whose blocks do not fill the parts that threads take."""
+"""Options for bfloat16 matrices, whose blocks do not divide the parts of threads."""
 SHAPES = ((1300, 1001), (300_000, 4), (600, 257), (70, 99))
 
 # All threads share tensors above 2**18 elements; above a million for each thread x is applied from the first block on,
-# and above 2 million in all the workspace for u is too small for all of it.
-# and beyond 2 million together the scratch for u is too small for all of it.
+# and above 2 million in all the workspace does not hold all of u.
 SIZES = (3_000_000, 1_500_001, (1 << 18) + 1, 1 << 18, 100_000, 8193, 8192, 8191, *range(1, 40))
 
 
@@ -65,7 +64,7 @@ def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
 
 
 def digest(params: list[Parameter], optimizer: Lamb) -> int:
-    """Return a digest of every bit of the parameters, the state and the telemetry."""
+    """Return a digest of all bits of the parameters, the state and the telemetry."""
     states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
     summary = 0
     for tensor in (*params, *states, optimizer.telemetry().trust_ratio):

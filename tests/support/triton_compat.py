@@ -1,4 +1,4 @@
-"""The differences between the versions of Triton that the tests support, 3.3 to 3.9."""
+"""Differences between the versions of Triton that the tests support, 3.3 to 3.9."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from triton.runtime import JITFunction, driver
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-"""ptxas and its companions, which the wheel contains; `triton.knobs` names them from 3.4 on."""
+"""ptxas and its companions in the wheel; `triton.knobs` names them from 3.4 on."""
 
 
 def use_driver(replacement: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the active driver; before 3.5 `active` is a plain attribute, and then a property of `_active`."""
+    """Replace the active driver; `active` is a plain attribute before 3.5, and a property of `_active` since."""
     monkeypatch.setattr(driver, "_active" if VERSION >= (3, 5) else "active", replacement)
 
 
@@ -33,7 +33,7 @@ def loaded_binary() -> tuple[int, ...]:
 
 
 def missing(backend: str) -> str | None:
-    """Return the reason why this Triton cannot compile for a backend here, or None."""
+    """Return why this Triton cannot compile for a backend, or None."""
     if backend != "hip" or VERSION >= (3, 5):  # from 3.5 on the wheel links code for AMD
         return None
     from triton.backends.amd.compiler import HIPBackend

@@ -19,14 +19,14 @@ interpreted = pytest.mark.skipif(
 
 
 def mostly_slow(kinds: Iterable[str], *quick: str) -> list[Any]:
-    """Return the kinds as test parameters, slow but for some: an interpreted step of one takes seconds."""
+    """Return the kinds as test parameters, slow unless they are `quick`: an interpreted step takes seconds."""
     return [pytest.param(kind, marks=[] if kind in quick else [pytest.mark.slow]) for kind in kinds]
 
 
 def mend() -> None:
-    """Round float32 to bfloat16 as devices do, and do once what the interpreter does for every operation.
+    """Round float32 to bfloat16 as devices do, and cache objects that the interpreter makes for every operation.
 
-    An operation makes a dozen objects that only depend on the type and shape of its operands.
+    An operation makes a dozen of them, which depend only on the type and shape of its operands.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -48,7 +48,7 @@ def mend() -> None:
     patched: set[str] = set()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        # A launch patches the names in the kernel's module, but functions of Triton that it calls are in other modules.
+        # A launch patches names in the kernel's module; the functions of Triton that it calls are in other modules.
         module = function.fn.__module__
         if module.startswith("triton.") and module not in patched:
             interpreter._patch_lang(function.fn)
@@ -91,7 +91,7 @@ def mend() -> None:
 
 
 def only_the_first_and_the_last(part: launch_group.LaunchGroup[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make launches of more than two programs run only the first and the last program of a launch group's chunks."""
+    """Make launches of more than two programs run only the first and the last program of a launch group."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     programs = len(part.program_to_row)

@@ -46,11 +46,11 @@ $(STAMP): pyproject.toml workbench/pyproject.toml constraints.txt CMakeLists.txt
 	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]' $(WORKBENCH)
 	touch $(STAMP)
 
-# Other versions of Triton, which has wheels for Linux alone, beside the environment: first the oldest that is claimed and
-# that of torch 2.10 and 2.11, then those that the slow tests add.
+# Other versions of Triton, which has wheels for Linux alone, beside the environment: the oldest that is claimed, and those
+# that the slow tests add.
 ifeq ($(shell uname),Linux)
-TRITONS := 3.3.1 3.6.0
-MORE_TRITONS := 3.4.0 3.5.1 3.8.0 3.9.0
+TRITONS := 3.3.1
+MORE_TRITONS := 3.4.0 3.5.1 3.6.0 3.8.0 3.9.0
 endif
 $(VENV)/tritons/%: | $(STAMP)
 	rm -rf $@.part

@@ -14,8 +14,8 @@ from tests.support.triton_interpreter import compiled
 
 pytest.importorskip("triton")
 
-OLDEST, OF_TORCH_2_11 = "3.3.1", "3.6.0"
-OTHERS = ("3.4.0", "3.5.1", "3.8.0", "3.9.0")
+OLDEST = "3.3.1"
+OTHERS = ("3.4.0", "3.5.1", "3.6.0", "3.8.0", "3.9.0")
 """The version in constraints.txt is not listed, since the whole test suite runs with it."""
 
 UNPACKED = Path(sys.prefix) / "tritons"
@@ -26,8 +26,8 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize(
     ("version", "which"),
     [
-        *((version, "not slow") for version in (OLDEST, OF_TORCH_2_11)),
-        *(pytest.param(version, "", marks=SLOW) for version in (OLDEST, OF_TORCH_2_11, *OTHERS)),
+        (OLDEST, "not slow"),
+        *(pytest.param(version, "", marks=SLOW) for version in (OLDEST, *OTHERS)),
     ],
     ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
 )
@@ -59,5 +59,5 @@ def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
 
 def test_make_unpacks_them() -> None:
     makefile = Path(__file__).parents[2].joinpath("Makefile").read_text()
-    for name, versions in (("TRITONS", (OLDEST, OF_TORCH_2_11)), ("MORE_TRITONS", OTHERS)):
+    for name, versions in (("TRITONS", (OLDEST,)), ("MORE_TRITONS", OTHERS)):
         assert re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE).group(1).split() == [*versions]  # type: ignore[union-attr]

@@ -108,12 +108,11 @@ TRAININGS = {
     "release": Training(loop=released),
     **{name: Training({"max_grad_norm": 0.1}, loop=scaled(name)) for name in SCALERS},
 }
-NOT_WITH_XLA = {"clip", "centralized", "nearest", "release", "scaler-with-a-limit", "scaler-of-torch"}
 
 
 def skip_without(device: Device, name: str) -> None:
-    if device.name == "xla" and name in NOT_WITH_XLA:
-        pytest.skip(f"{name}: no graph of its own, or never tried with torch_xla")
+    if device.name == "xla" and name == "scaler-of-torch":
+        pytest.skip("it passes, and takes 1 to 3 minutes: torch_xla compiles a graph for each value of the scale")
     if device.name == "no float64" and name == "scaler-of-torch":
         pytest.skip("torch's GradScaler.unscale_ needs float64 on every device but Apple's")
 

@@ -1,4 +1,4 @@
-"""Every backend is compared with the float64 reference on the table of cases, one step at a time from equal state."""
+"""Compares every backend with the float64 reference on the table of cases, one step at a time from equal state."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from tests.support.tables import for_every
 
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 2
-"""The first step and one from the state that it left; test_step.py and test_lamb_scalar.py take more."""
+"""The first step, and one from the state that it created; test_step.py and test_lamb_scalar.py take more."""
 
 # Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures.
 TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (2e-14, 5e-16, 2e-15)}
 
 LOOSE: dict[Kind, float] = {Lamb: 1.0, Came: 4.0, Lars: 1.0}
-"""CAME's step is a product of five rounded factors, so more of their rounding shows if it cancels x or if x was 0."""
+"""CAME's step is a product of five rounded factors; their rounding shows if the step cancels x, or if x was 0."""
 
 ROUNDING_OF_A_MOMENT = 5e-7
-"""The rounding error of a moment, relative to its values before and after a step; codes within this error are right."""
+"""The rounding error of a moment, relative to its values before and after a step; codes within it are correct."""
 
 ROUNDINGS_OF_A_RATIO = 12
-"""The roundings of m / sqrt(v), of which the largest of a block may be one whose gradient and decay nearly cancel."""
+"""The roundings of m / sqrt(v); in the largest of a block, gradient and decay may nearly cancel."""
 
 TIE = 2**-6
-"""The relative error of results of a momentum that rounding to low precision left different: a code is at most 1/127 of
-the largest in its block, an ulp of bfloat16 at most 2**-7 of the value, and the residual's square doubles either."""
+"""The relative error of results after a momentum was rounded the other way at a tie: a code is at most 1/127 of the
+largest in its block, an ulp of bfloat16 at most 2**-7 of the value, and the residual's square doubles either."""
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def assert_rounded(ours: Tensor, exact: Tensor, before: Tensor, what: str, loose
     # Near a sum of zero, float32's rounding of the terms is many ulps of the result.
     away[(ours.double() - exact).abs() <= loose * 2e-7 * (exact.abs() + before.abs())] = 0
     odd = int((away > 0).sum())
-    # Many elements share one of the 128 mantissas of bfloat16, so ties occur together.
+    # bfloat16 has 128 mantissas that many elements share, so ties occur together.
     assert odd <= max(1, 0.05 * away.numel()), f"{what}: {odd} of {away.numel()} rounded wrongly"
     assert odd == 0 or away.max() <= 1, f"{what}: {away.max()} ulps"
     return apart
@@ -106,8 +106,8 @@ def rounding_watched() -> Iterator[Bounds]:
             ends = []
             for way in (-1, 1):
                 end = (values + way * slack).clamp(least, top)
-                # The largest value of a block stays, since the codes of the others are fractions of it; but the sign of
-                # one that is almost 0 is arbitrary.
+                # The largest value of a block is fixed, since other codes are fractions of it; but its sign is
+                # arbitrary if it is almost 0.
                 end = torch.where((values.float().abs() < top) | (values.abs() <= slack.abs()), end, values)
                 # The specification first rounds to 2^-16ths of a code.
                 shift = (torch.as_tensor(dither).expand(values.shape) + way).clamp(0, 2**16 - 1)
@@ -122,7 +122,7 @@ def rounding_watched() -> Iterator[Bounds]:
 
 
 def one_by_one(name: str, codes: Tensor) -> Tensor:
-    """Return codes with an element for each, also if two of them are in a byte."""
+    """Return codes with one element each, also if a byte holds two."""
     return codec.unpack_int4(codes) if name == "exp_avg" and codes.dtype == torch.uint8 else codes
 
 
@@ -136,7 +136,7 @@ def bounds_of(name: str, codes: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]
 
 
 def assert_same_codes(ours: Tensor, exact: Tensor, bounds: Bounds, what: str, name: str = "") -> bool:
-    """Check that codes are equal, up to values within float32's rounding of another code; return whether any differ."""
+    """Check that codes are equal up to float32's rounding of their values; return whether any differ."""
     ours, true = one_by_one(name, ours), one_by_one(name, real(exact))
     if true.numel():
         low, high = bounds_of(name, exact, bounds)
@@ -154,7 +154,7 @@ def assert_same_codes(ours: Tensor, exact: Tensor, bounds: Bounds, what: str, na
 
 def assert_norm(ours: Tensor, exact: Tensor, bound: float, what: str) -> None:
     error = (ours.double() - exact.double()).norm().item()
-    bound += torch.finfo(torch.float32).tiny  # below float32's normal numbers there are few digits
+    bound += torch.finfo(torch.float32).tiny  # subnormal numbers have few digits
     assert error <= bound, f"{what}: error {error:.2e} above {bound:.2e}"
 
 
@@ -177,7 +177,7 @@ def assert_same_state(
     assert ours.keys() == exact.keys(), what
     assert ours["step"].equal(exact["step"]), f"{what}: step {ours['step']}, not {exact['step']}"
     apart = False
-    # The momentum comes before the residual that is computed from it, and the second moment before ratios to it.
+    # The momentum precedes the residual that is computed from it, and the second moment precedes ratios to it.
     for key in sorted(ours.keys() - {"step"}, key=lambda key: (key != "exp_avg_sq", key)):
         mine, true, old = real(ours[key]), real(exact[key]), real(before.get(key, torch.zeros_like(exact[key])))
         if mine.dtype in LOW:
@@ -199,7 +199,7 @@ def assert_same_parameter(
     mine, true, old = real(ours), real(exact), real(before)
     moved, bulk = size(true - old), size(true, old)
     info = torch.finfo(mine.dtype)
-    # Below float16's normal numbers, where a first step of 1e-6 ends, a rounding is half of the least number.
+    # A first step of 1e-6 ends among float16's subnormal numbers, which round by half of the smallest one.
     stored = roundings * info.eps / 2 * (bulk + info.smallest_normal * math.sqrt(mine.numel()))
     if apart:
         assert_norm(mine, true, TIE * moved + stored, what)
@@ -343,7 +343,7 @@ def check_step(
 
 
 def test_the_comparison_sees_a_wrong_step() -> None:
-    """The bounds above detect a step that is 1e-5 too long and a moment that is 1e-5 too large."""
+    """The bounds detect a step that is 1e-5 too long and a moment that is 1e-5 too large."""
     torch.manual_seed(1)
     old = torch.randn(1000, dtype=torch.float64)
     new = old - 0.1 * torch.randn(1000, dtype=torch.float64)
@@ -380,7 +380,7 @@ def test_trust_ratio_table() -> None:
 
 @pytest.mark.parametrize("decay_mode", ["ratio", "decoupled", "l2"])
 def test_a_weight_that_is_not_finite_stays_out_of_the_moments(decay_mode: Any, backend: str) -> None:
-    """With decay in the gradient, only its own moments lose their values."""
+    """With decay in the gradient, only the moments of the weight become NaN."""
     x, g = torch.linspace(-1, 1, 64 * 24).view(64, 24), torch.linspace(2, 3, 64 * 24).view(64, 24)
     x[3, 4], x[7, 5] = math.nan, math.inf
     for weight_decay in (0.0, 0.1):
@@ -405,7 +405,7 @@ def test_moments_at_the_end_of_their_range(backend: str) -> None:
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["whole", "stacked"])
 def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None:
-    """The tensors have 16 equal elements, chosen so that their norms and those of their updates are the table's."""
+    """The tensors have 16 equal elements; their norms and the norms of their updates are the table's."""
     if interpreted() and not stacked:
         pytest.skip("ten seconds in the interpreter, which runs the same kernels for stacked tensors")
     both = zip(BOUNDS, BOUNDS[::-1], strict=True) if interpreted() else itertools.product(BOUNDS, BOUNDS)
@@ -413,7 +413,7 @@ def test_trust_ratio_table_in_every_backend(backend: str, stacked: bool) -> None
         # The update of a NaN weight is not 0: u = r + weight_decay * x.
         pairs = [(w, u) for w, u in itertools.product(NORMS, NORMS) if not (math.isnan(w) and u == 0)]
         x = torch.tensor([[w / 4] * 16 for w, _ in pairs])
-        # With these options u = g / (g + 1), so g = u / (1 - u) makes the update u.
+        # With these options u = g / (g + 1), so g = u / (1 - u).
         g = torch.tensor([[(u / 4) / (1 - u / 4)] * 16 for _, u in pairs])
         parameters = [Parameter(x.clone())] if stacked else [Parameter(row.clone()) for row in x]
         set_gradients(parameters, [g] if stacked else list(g))
@@ -449,7 +449,7 @@ EXTREMES: dict[str, tuple[float, float, dict[str, Any]]] = {
 @pytest.mark.parametrize("size", [100, 300_000])
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, backend: str) -> None:
-    """These values are in float32's range, but their squares, or the sum of these, are not."""
+    """The values are in float32's range, but their squares, or the sums of squares, are not."""
     weight, gradient, options = EXTREMES[extreme]
     x, g = weight * torch.randn(size), gradient * (torch.rand(size) - 0.3)
     results = []
@@ -470,7 +470,7 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, 
 @pytest.mark.parametrize("width", [1, 7], ids=["an-element", "a-row"])
 @pytest.mark.parametrize("shape", [(8, 7), (64, 96)], ids=str)
 def test_rows_of_zeros_beside_large_gradients(shape: tuple[int, int], width: int, size: float, backend: str) -> None:
-    """A row of zeros has 1e-42 of the rows' mean; a division by 0 once made the zeros, and then all weights, NaN."""
+    """A row of zeros is 1e-42 of the mean of rows; a division by 0 once made the zeros, and then all weights, NaN."""
     torch.manual_seed(6)
     x, g = torch.randn(shape), torch.zeros(shape)
     g[1, :width] = size * (0.5 + torch.rand(width))
@@ -493,7 +493,7 @@ def test_rows_of_zeros_beside_large_gradients(shape: tuple[int, int], width: int
 @pytest.mark.parametrize("kind", [Came], indirect=True)
 @pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None:
-    """Statistics in a 16-bit parameter's own dtype would stall, or underflow and give NaN."""
+    """Statistics in the dtype of a 16-bit parameter would stall, or underflow and become NaN."""
     parameters = [Parameter(torch.ones(shape, dtype=dtype)) for dtype in LOW for shape in ((8, 6), (40,))]
     optimizer = kind(parameters, lr=1e-2, backend=backend)
     generator, mean_square = torch.Generator().manual_seed(11), torch.zeros(4, dtype=torch.float64)
@@ -514,7 +514,7 @@ def test_tiny_gradients_for_thousands_of_steps(kind: Kind, backend: str) -> None
 @for_every(("value", "state_dtype"), itertools.product((math.inf, 2e-37, 2e-38), ("int8", "int4")))
 @pytest.mark.parametrize("kind", [Lamb, Lars], ids=["lamb", "lars"])
 def test_blocks_at_the_ends_of_float32(backend: str, kind: Any, value: float, state_dtype: str) -> None:
-    """One that is not finite has a scale of NaN and codes of 0; the inverse of a tiny scale would be infinite."""
+    """A nonfinite block has a scale of NaN and codes of 0; the inverse of a tiny scale would be infinite."""
     if kind is Lars and backend == "cpu":
         pytest.skip("the C library keeps no momentum of LARS in blocks")
     states = []
@@ -578,7 +578,7 @@ def test_skip_nonfinite_changes_nothing_and_counts(backend: str, case: Case, bad
         for key, value in optimizer.state.get(parameter, {}).items():
             assert value.equal(state.get(key, torch.zeros_like(value))), key
 
-    # The next step equals that of an optimizer that has never seen the bad gradient.
+    # The next step equals the step of an optimizer without the bad gradient.
     set_gradients(parameters, case.gradients(2))
     optimizer.step()
     assert optimizer.telemetry().skipped == 1
@@ -604,7 +604,7 @@ def test_without_skip_nonfinite_only_the_bad_parameter_suffers(kind: Kind, backe
 
 
 IN_FLOAT64 = Case("float64", {}, BLOCKS, ({},), torch.float64)
-"""What the C library leaves to foreach."""
+"""A case that the C library does not support; foreach steps it."""
 
 
 def test_the_cpu_backend_says_what_it_does_not_do() -> None:
@@ -650,7 +650,7 @@ GRAD_LAYOUTS: tuple[Layout, ...] = (*LAYOUTS, "lazy")
 
 
 def test_the_layout_in_memory_changes_nothing_but_rounding(kind: Kind, backend: str) -> None:
-    """The same numbers in any layout of parameter and gradient take the same step, up to the sums' float32 rounding."""
+    """The step does not depend on the layout of parameter and gradient, up to float32's rounding of sums."""
     if interpreted() and kind is Came:
         pytest.skip("four seconds in the interpreter; other tests of CAME there have these layouts")
     torch.manual_seed(3)
@@ -659,7 +659,7 @@ def test_the_layout_in_memory_changes_nothing_but_rounding(kind: Kind, backend: 
     for layout, grad_layout in itertools.product(LAYOUTS, GRAD_LAYOUTS):
         parameter = Parameter(arranged(x, layout))
         stride = parameter.stride()
-        # The first step of Came is 11 times as long, and so is its rounding error.
+        # Came's first step is 11 times as long as Lamb's, and so is its rounding error.
         optimizer = kind([parameter], lr=0.01 if kind is Came else 0.1, weight_decay=0.1, backend=backend)
         for scale in (1.0, 0.5):
             set_gradients([parameter], [arranged(g * scale, grad_layout)])

@@ -1,4 +1,4 @@
-"""The build of the C library: the includes of its files, its exports, and the agreement with its ctypes structures."""
+"""The build of the C library: includes, exports, and the layout of its structures in ctypes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ needs_the_library = pytest.mark.skipif(not STATUS.available, reason=f"backend cp
 
 
 def includes(folder: Path) -> dict[str, set[str]]:
-    """Return the units of a folder, each with the units that it includes; a unit is a .c file, its header, or both."""
+    """Return the units of a folder with the units that each includes; a unit is a .c file, its header, or both."""
     graph: dict[str, set[str]] = {}
     for path in folder.glob("*.[ch]"):
         included = {Path(name).stem for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)}
@@ -81,12 +81,12 @@ def test_the_library_exports_only_what_python_calls() -> None:
     called = {
         name for path in (ROOT / "kernels").rglob("*.py") for name in re.findall(r"\bbighorn_\w+", path.read_text())
     }
-    assert exported == called | {"bighorn_lamb_step", "bighorn_lars_step"}  # by layer_step
+    assert exported == called | {"bighorn_lamb_step", "bighorn_lars_step"}  # layer_step builds these names
 
 
 @needs_the_library
 def test_structures_have_the_fields_that_this_package_knows() -> None:
-    """After a change of abi.h, this number is the new `abi.VERSION`."""
+    """After a change of abi.h, the checksum is the new `abi.VERSION`."""
     fields = abi.fields_of(library.loaded())
     assert abi.checksum(fields) == abi.VERSION
     assert abi.unknown_options(fields) == []
@@ -128,7 +128,7 @@ SANITIZERS = {
 
 
 def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
-    """Return the command of a program of these sources, compiled for one instruction set; skip without a sanitizer."""
+    """Compile sources for one instruction set, and return the command of the program; skip without a sanitizer."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no C compiler: {COMPILER}")
     program = str(folder / "program")
@@ -144,7 +144,7 @@ def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
     ]
     probe = folder / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    # Older sanitizers exit at once if addresses are randomized in too many bits; setarch turns this off.
+    # Older sanitizers exit at once if addresses are randomized in too many bits; setarch disables this.
     fixed = ["setarch", platform.machine(), "-R", program]
     starts = [[program], *([fixed] if shutil.which("setarch") else [])]
     if subprocess.run([*command, str(probe)], capture_output=True, check=False).returncode:
@@ -161,7 +161,7 @@ def compiled(folder: Path, sanitizer: str, sources: list[Path]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
-    """The driver runs all loops of one instruction set; `make sanitize` runs the tests of the kernels on the others."""
+    """The driver runs all loops of one instruction set; `make sanitize` runs tests of the kernels on the others."""
     run = compiled(tmp_path, sanitizer, [DRIVERS / "steps.c", *CSRC.glob("*.c")])
     process = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
@@ -171,7 +171,7 @@ def test_steps_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(not CSRC.is_dir(), reason="the C sources are not in wheels")
 @pytest.mark.parametrize("weaker", [None, "load", "store"])
 def test_the_barrier_orders_memory(weaker: str | None, tmp_path: Path) -> None:
-    """ThreadSanitizer detects both barriers whose memory order is weakened, so it would detect this one."""
+    """ThreadSanitizer detects both barriers with a weakened memory order, so its silence has meaning."""
     source = tmp_path / "run.c"
     text = (CSRC / "run.c").read_text()
     if weaker == "load":

@@ -1,7 +1,7 @@
-"""CAME in the C library is compared with the float64 reference, one step at a time from identical state.
+"""Compares CAME in the C library with the float64 reference, one step at a time from equal state.
 
 The shapes cover each way in which the library divides tensors: tiles of many small matrices, of many short rows, of a
-part of wide rows, of a part of tall columns, and tensors beyond a million elements on all threads.
+part of wide rows, of a part of tall columns, and tensors above a million elements on all threads.
 """
 
 from __future__ import annotations
@@ -91,14 +91,13 @@ def size(*tensors: Tensor) -> float:
 
 
 def stored(state: dict[str, Tensor]) -> Tensor:
-    """Return the dequantized average."""
     m = state["exp_avg"]
     return codec.decode(m, state["exp_avg_scale"]).double() if m.dtype == torch.int8 else m.double()
 
 
 def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str) -> None:
-    """Check that a low-precision average is the exact one, rounded to one of its neighbours."""
-    slack = 1e-6 * (exact.abs() + old.abs())  # the terms of the average may cancel
+    """Check that a low-precision average is the exact one rounded to a neighbour."""
+    slack = 1e-6 * (exact.abs() + old.abs())  # terms of the average may cancel
     if ours["exp_avg"].dtype == torch.int8:
         _, scales = codec.encode(exact, leading=ours["exp_avg_scale"].dim() - 1)
         torch.testing.assert_close(ours["exp_avg_scale"], scales, rtol=1e-5, atol=float(slack.max()), msg=what)
@@ -110,7 +109,6 @@ def assert_stored(ours: dict[str, Tensor], exact: Tensor, old: Tensor, what: str
 
 
 def prepared(bucket: Bucket[CameOptions]) -> cpu.Came:
-    """Return a prepared kernel."""
     kernel = cpu.Came([bucket])
     kernel.prepare()
     return kernel
@@ -161,17 +159,17 @@ def assert_one_step(leaves: tuple[Leaf, ...], bucket: Bucket[CameOptions], monke
             assert bool((error <= bound).all()), what
         for name in bucket.state:
             if name in ("exp_avg", "exp_avg_scale") and average != torch.float32:
-                continue  # `rounded` has checked them
+                continue  # `rounded` checks them
             found, true = state[i][name], twin.state[name][i]
             assert found.dtype == torch.float32
-            limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # the terms of the average may cancel
+            limit = 1e-6 * size(true, *[before[name][i]] * (name == "exp_avg"))  # terms of the average may cancel
             assert size(found.double() - true) <= limit, f"{what}: {name}"
         assert bucket.metrics[i].tolist() == pytest.approx(twin.metrics[i].tolist(), rel=1e-5), what
     assert torch.equal(torch.stack(bucket.steps), torch.stack(twin.steps))
 
 
 def laid_out(tensors: list[Tensor], options: CameOptions, average: torch.dtype | None) -> Bucket[CameOptions]:
-    """Return a bucket whose columns have the memory order of the parameter's inner dims, as in an optimizer."""
+    """Return a bucket whose columns have the memory order of the parameter's inner dims, like an optimizer's."""
     bucket = bucket_of(tensors, options, average)
     for name in ("exp_avg_sq_col", "exp_avg_res_col") if options.factor == "matrix" else ():
         bucket.state[name] = [
@@ -196,7 +194,7 @@ def steps(
 
 
 OF_TILES = ("published", "everything", "no-second-memory", "no-clip", "tensor-lr")
-"""Options that are tried with all shapes; `make slow` has the others, which the table of cases has with few shapes."""
+"""Options that run with all shapes; the others run with few in the table of cases, and with all in `make slow`."""
 
 
 @pytest.mark.parametrize("factor", LEAVES)
@@ -246,7 +244,7 @@ def test_every_instruction_set(level: str, factor: Factor | None, monkeypatch: p
 
 
 def test_narrow_matrices_of_each_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual widths have loops of their own."""
+    """The usual widths have separate loops."""
     leaves = tuple(Leaf(f"width-{width}", (1500, width)) for width in range(1, 18))
     steps(leaves, DEFAULTS, monkeypatch, count=2)
 
@@ -310,7 +308,7 @@ def test_a_gradient_that_is_not_finite_shows(value: float, average: torch.dtype 
 
 
 def workspace(shape: tuple[int, int, int], threads: int) -> int:
-    """Return the bytes of workspace that a tensor of these matrices needs, without creating the tensor."""
+    """Return the bytes of workspace for a tensor, without creating the tensor."""
     matrices, height, width = shape
     weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "FactoredRow", "Gradient"))
     rows = (row * 1)(row(weights=weights(type=TYPES[torch.float32]), matrices=matrices, height=height, width=width))
@@ -323,7 +321,7 @@ EDGE_SIZES = (1, 2, 3, 9, 31, 32, 63, 64, 65, 127, 129, 192, 200, 257, 1000, 102
 
 @pytest.mark.parametrize("matrices", [1, 3, 50, 100_000])
 def test_temporaries_are_small(matrices: int) -> None:
-    """The limit includes the buffers of each of eight threads, of which three hold a row of at most 32,768 elements."""
+    """The limit includes the buffers of eight threads; three of a thread hold a row of at most 32,768 elements."""
     for height, width in itertools.product(EDGE_SIZES, EDGE_SIZES):
         buffers = 8 * ((17 << 10) + 3 * max(2 << 10, min(width, 32 << 10)))
         allowed = 4 * (buffers + max(1 << 18, 0.02 * matrices * height * width))
@@ -334,7 +332,7 @@ def test_temporaries_are_small(matrices: int) -> None:
 
 
 def digest(threads: int) -> list[int]:
-    """Return checksums of all bits after steps with each `factor`, and with int8 blocks that cross matrices."""
+    """Return checksums after steps with each `factor`, and with int8 blocks that cross matrices."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     summaries = []
     leaves = (*(leaf for leaf in LARGE if leaf.name.startswith("shared-") and leaf.layout == "plain"), *SMALL[::3])
@@ -413,7 +411,7 @@ def test_shards_are_the_whole_on_any_number_of_threads(
 
 
 def test_addresses_of_other_gradients_are_not_used() -> None:
-    """Another thread can bind its gradients between the list of gradients and that of their addresses."""
+    """Another thread can bind its gradients after this one has listed gradients and before it lists addresses."""
     leaves, buckets = LEAVES["matrix"], []
     for other in (False, True):
         torch.manual_seed(0)
@@ -428,7 +426,7 @@ def test_addresses_of_other_gradients_are_not_used() -> None:
 
 
 def test_eps_survives_where_denormals_are_flushed() -> None:
-    """1e-30 is a normal float32 number, and so is a thousandth of it; workers flush denormals as the caller does."""
+    """1e-30 and a thousandth of it are normal float32 numbers; workers flush denormals as the caller does."""
     code = """
         import torch
         from tests.backends.test_came_cpu import DEFAULTS, bucket_of, prepared

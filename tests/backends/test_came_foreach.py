@@ -1,4 +1,4 @@
-"""CAME's kernels in plain torch: foreach is compared with the reference, and both are tested in low precision."""
+"""CAME's kernels in plain torch: compares foreach with the reference, and tests both in low precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ID = attrgetter("id")
 
 @pytest.fixture
 def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step every tensor in a group of its own, as large ones; several are in the table of all backends."""
+    """Step every tensor in a separate group, like large ones; the table of all backends steps several together."""
     monkeypatch.setattr(lists, "CACHED_BYTES", 1)
 
 
@@ -59,7 +59,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype | None]] = {
 }
 
 SLACK = {None: 0.0, torch.float16: 2**-9, torch.bfloat16: 2**-6, torch.int8: 0.05}
-"""How far results change if one value of the average is on the other side of a tie."""
+"""The change of results if one value of the average is on the other side of a tie."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,7 +141,7 @@ def test_gradients_are_only_read_and_their_squares_summed(make: Make) -> None:
 def test_tiny_gradients_neither_stall_nor_spoil(
     make: Make, dtype: torch.dtype, average: torch.dtype | None, factor: Factor | None
 ) -> None:
-    """In the parameter's own dtype, an eps of 1e-30 would be 0, and 1 - 0.999 of a change would round to nothing."""
+    """In the parameter's dtype, an eps of 1e-30 would be 0, and 1 - 0.999 of a change would round to nothing."""
     options = replace(DEFAULTS, factor=factor, lr=1e-3)
     bucket = bucket_of([torch.randn(8, 12).to(dtype), torch.randn(8, 12).to(dtype)], options, average)
     start = bucket.params[0].clone()
@@ -159,7 +159,7 @@ def test_tiny_gradients_neither_stall_nor_spoil(
 
 
 def test_the_residual_is_that_of_the_average_as_stored() -> None:
-    """A backend may therefore read m back; the state after one step shows which m the residual was computed from."""
+    """A backend may therefore read m back; the state after one step shows which m the residual used."""
     bucket = bucket_of([torch.randn(6, 5)], replace(DEFAULTS, clip_threshold=1e9), torch.int8)
     g = torch.randn(6, 5)
     bucket.grads = [g]

@@ -1,4 +1,4 @@
-"""The lists of an accelerator on shards, on tensors of the CPU: the tests simulate ranks and add up their sums."""
+"""An accelerator's lists of shards, on CPU tensors: the tests simulate ranks and add up their sums."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_lamb_on_ranks_equals_the_unsharded_step(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("cuts", [{0: [3]}, {0: [2], 1: [11]}], ids=["rows", "both"])
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
-    """A few weights differ by the order of sums."""
+    """A few weights differ, since sums have another order."""
     of: Any = {"lamb": test_triton, "came": test_triton_came}[algorithm]
     whole: Bucket[Any] = of.bucket((7, 300), dtype=BF16, weight_rounding=way)
     ranks = on_ranks(whole, [cuts])
@@ -109,7 +109,7 @@ def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: 
 
 
 def elements_of(name: str, value: Tensor, shard: Shard) -> Tensor:
-    """Return the elements of a parameter that a shard has, or the rows and columns of the box around these."""
+    """Return a shard's elements of a parameter, or the rows and columns of the box around them."""
     assert shard.elements is not None
     if name.endswith("_row"):
         return value[shard.offset[0] :][: shard.size[0]].clone()
@@ -124,7 +124,7 @@ ENDS = {"inside-rows": [100, 101, 700], "one-row": [64, 70, 80], "none": [0, 0, 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_parts_of_rows_equal_the_unsharded_step(algorithm: str, ends: str) -> None:
-    """As in a flat tensor of ZeRO, or of Megatron's distributed optimizer."""
+    """Flat tensors of ZeRO and of Megatron's distributed optimizer are cut inside rows."""
     shapes: tuple[Shape, ...] = (31, 29), (29, 31)
     of: Any = {"lamb": test_triton, "came": test_triton_came}[algorithm]
     whole: Bucket[Any] = of.bucket(*shapes)

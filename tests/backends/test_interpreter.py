@@ -1,4 +1,4 @@
-"""Triton's kernels in Triton's interpreter: these are the longest tests.
+"""Triton's kernels in Triton's interpreter. These tests take longest.
 
 Triton fixes the choice between interpreter and compiler at import, so the interpreter runs in a separate process.
 """
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
     "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_in_the_interpreter(which: str, algorithm: str) -> None:
-    """Run the table of cases against the float64 reference, and the interpreted tests of these files."""
+    """Compare the table of cases with the float64 reference, and run the interpreted tests of Triton's files."""
     names = "test_backends", "test_triton", "test_triton_came", "test_triton_shards", "test_triton_absent"
     files = [str(Path(__file__).with_name(f"{name}.py")) for name in names]
     chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]

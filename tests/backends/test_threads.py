@@ -1,4 +1,4 @@
-"""Threads of the cpu backend. Most tests run in separate processes with a time limit, since a failure may be a hang."""
+"""Threads of the cpu backend. Most tests run in processes with a time limit, since a failure may be a hang."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith((
 
 
 def run(code: str, **environment: str) -> str:
-    """Run code in a new process and return its standard output; the test fails if the code fails or takes too long."""
+    """Run code in a new process and return its standard output; fail if the code fails or takes too long."""
     (process,) = outcomes(code, [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output
 
 
 def run_afresh(code: str, **environment: str) -> str:
-    """Run code as `run` does, in a new Python, for variables that torch reads when it is loaded."""
+    """Run code like `run`, in a new Python, for variables that torch reads when it is loaded."""
     process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**CLEAN, "PYTHONPATH": str(ROOT), **environment},
@@ -65,7 +65,7 @@ LONG = {"thread-limit-1", "dynamic"}
 
 @pytest.mark.parametrize("environment", [pytest.param(e, marks=[pytest.mark.slow] * (e in LONG)) for e in ENVIRONMENTS])
 def test_any_number_of_threads_gives_the_same_bits(environment: str) -> None:
-    """The runtime may start fewer threads than requested, which only code inside the parallel region can detect."""
+    """The runtime may start fewer threads than requested; only code inside the parallel region can detect it."""
     code = f"""
         import os
         from tests.support import training_digests
@@ -98,9 +98,9 @@ def test_little_work_stays_with_the_caller(
     gnu: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Waiting for other threads takes longer than this work, milliseconds on a busy machine.
+    """Waiting for other threads takes longer than the work: milliseconds on a busy machine.
 
-    The functions of OpenMP are those of GNU's runtime, or of LLVM's, which torch has on Windows.
+    The test simulates the OpenMP runtimes of GNU, and of LLVM, which torch uses on Windows.
     """
     teams = []
 
@@ -146,7 +146,7 @@ def test_little_work_stays_with_the_caller(
 def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the parameters that the library serves nor the one that foreach serves change."""
+    """No parameter changes, neither those of the C library nor the one of foreach."""
     parameters = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = Lamb(parameters, lr=0.1)
     for parameter in parameters:
@@ -164,7 +164,7 @@ def test_a_bad_environment_variable_is_named(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_fork_between_steps() -> None:
-    """The child has no OpenMP workers; both processes continue and get the same result."""
+    """The child has no OpenMP workers; both processes continue with the same result."""
     code = """
         import os
         from tests.support import training_digests
@@ -211,7 +211,7 @@ def test_four_python_threads_at_once() -> None:
 
 
 def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
-    """The results are undefined, but CAME's workspace was once made for another number of threads than used it."""
+    """Results are undefined; CAME's workspace was once allocated for another number of threads."""
     code = """
         import os, threading, torch
         from bighorn import Came, Lamb
@@ -244,7 +244,7 @@ def test_two_threads_step_one_optimizer_while_their_number_changes() -> None:
 
 @pytest.mark.parametrize("size", [1 << 16, pytest.param(1 << 17, marks=[pytest.mark.slow])])
 def test_threads_with_small_stacks(size: int) -> None:
-    """CAME alone once used 140 KB of a thread's stack."""
+    """CAME once used 140 KB of a thread's stack."""
     code = f"""
         import itertools, threading, torch
         from bighorn import Came, Lamb
@@ -301,7 +301,7 @@ def test_denormals_are_flushed_in_workers_as_in_the_caller() -> None:
 
 
 def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
-    """Buffers that the library fills with float32 must be float32 under any default dtype of torch."""
+    """Buffers that the library fills with float32 must be float32 under any default dtype."""
     code = """
         import torch
         from tests.support import training_digests
@@ -318,7 +318,7 @@ def test_a_default_dtype_of_two_bytes_overruns_no_buffer() -> None:
 @pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
 @pytest.mark.parametrize("way", ["torch.set_default_device('meta')", "torch.device('meta').__enter__()"])
 def test_another_default_device_changes_nothing(way: str, backend: str) -> None:
-    """`meta` replaces "cuda", with the parameters on the CPU; a tensor created without a device would be on it."""
+    """The default device is `meta` in place of "cuda"; a tensor created without a device would be on it."""
     code = f"""
         import copy, torch
         from tests.support import training_digests
@@ -363,7 +363,7 @@ LOOPS = {
     *(case.id for case in CASES if case.id.endswith(("-paper-v5", "-published")) and case.runs_on("cpu")),
 }
 
-# Squares of one size, whose sums in few lanes of float32 are all rounded in one direction.
+# Equal squares: all sums in few lanes of float32 round in the same direction.
 ONE_SIZE = Case(
     "one-size",
     {"weight_norm_bounds": (0.8, 1.5)},
@@ -432,5 +432,5 @@ MEMORY = """
 @needs_grad_dtype
 def test_temporaries_stay_small_whatever_the_model() -> None:
     """The model has 8 tensors of 2 million elements, so a copy of it would be 64 MB."""
-    # With these settings, malloc returns freed memory at once; by default it keeps some, which would hide temporaries.
+    # With these settings malloc returns freed memory at once; memory that it keeps would hide temporaries.
     run_afresh(MEMORY, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0")

@@ -40,9 +40,9 @@ def bucket(
     state_dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Bucket[LambOptions]:
-    """Return rows with a gradient each and a state as after some steps, in blocks if it is int8 or uint8.
+    """Return rows with gradients and a nonzero state, in blocks if it is int8 or uint8.
 
-    With uint8, the first moment is in 4 bits.
+    With uint8, the first moment has 4 bits.
     """
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -76,7 +76,7 @@ def stepped(of: Bucket[LambOptions], *arguments: Any, kernel: Any = lamb.Lamb) -
 
 @interpreted
 def test_numbers_may_be_tensors() -> None:
-    """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
+    """Kernels read a learning rate, a scale and an apply mask on the device, without a copy to the host."""
     plain = stepped(bucket(5, 3000, lr=0.25), 0.5)
     given = stepped(bucket(5, 3000, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
     assert all(a.equal(b) for a, b in zip(plain, given, strict=True))
@@ -95,15 +95,15 @@ def test_nothing_is_written_without_commit(adapt: bool) -> None:
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.uint8, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("adapt", [True, False])
 def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch.dtype, way: rounding.Rounding) -> None:
-    """The rows are whole blocks, more than a block or less than one; both backends draw the same random bits."""
+    """Rows are whole blocks, more than a block or less than one; both backends draw the same random bits."""
     shapes = (3, 512), (5, 260), (6, 20), (2, 3, 100 if state_dtype == torch.uint8 else 101)
     ours, exact = (
         bucket(*shapes, dtype=torch.bfloat16, state_dtype=state_dtype, weight_rounding=way, adapt=adapt) for _ in "12"
     )
     stepped(ours)
     kernels.kernel("reference", "lamb")([exact]).step()
-    # A device fuses the product with the sum in exp_avg, and then rounds some moments of bfloat16 the other way: on an
-    # H100 16 of 1,536. A trust ratio changed by 1.03e-4, and with it all of x.
+    # A device uses fused multiply-adds in exp_avg, and rounds some bfloat16 moments the other way: 16 of 1,536 on an
+    # H100, where a trust ratio, and with it all of x, changed by 1.03e-4.
     fused = state_dtype == torch.bfloat16 and not device.interpreted()
     torch.testing.assert_close(ours.metrics, exact.metrics, rtol=2e-4 if fused else 1e-4, atol=0)
     for name, columns in columns_of(ours).items():
@@ -116,7 +116,7 @@ def test_a_step_in_few_bits_equals_the_reference(adapt: bool, state_dtype: torch
 
 
 def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
-    """Return the state, and the values that parameters represent together with their aux state."""
+    """Return the state, and the values of parameters with their aux state."""
     kept = {name: of.state[name] for name in rounding.AUX_STATE[of.options.weight_rounding]}
     beside = [{name: tensors[i] for name, tensors in kept.items()} for i in range(len(of.params))]
     weights = [rounding.load_weight(x, each) if kept else x for x, each in zip(of.params, beside, strict=True)]
@@ -128,7 +128,7 @@ def columns_of(of: Bucket[LambOptions]) -> dict[str, list[Tensor]]:
 
 @interpreted
 def test_slices_of_a_stacked_parameter_draw_the_bits_of_this_step() -> None:
-    """The program of one of them counts the step for all, before the second pass."""
+    """The program of one slice counts the step for all, before the second pass."""
     made = (bucket((3, 512), (3, 512), dtype=torch.bfloat16, weight_rounding="stochastic") for _ in "12")
     ours, exact = (replace(of, steps=[of.steps[0]] * 2, unique_steps=of.steps[:1]) for of in made)
     stepped(ours)
@@ -139,7 +139,7 @@ def test_slices_of_a_stacked_parameter_draw_the_bits_of_this_step() -> None:
 
 @interpreted
 def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
-    """float32 does not represent every integer there; the weights equal the reference's, which draws the same bits."""
+    """float32 does not represent every integer there; the weights equal the reference's with the same bits."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}
     ours, exact = (bucket(3000, **options) for _ in "12")
     for each in (ours, exact):
@@ -158,7 +158,7 @@ def test_steps_above_2_to_the_24th_are_counted_and_draw_other_bits() -> None:
 @interpreted
 @pytest.mark.parametrize("lost", [-5, 5])
 def test_weights_that_a_program_has_set_to_0_are_0(lost: int) -> None:
-    """Under kahan a weight of 0 keeps a compensation: bits below those of 0 are a NaN, and those above have a norm."""
+    """A weight of 0 has a compensation under kahan: the bits below 0's are a NaN, and the bits above have a norm."""
     ours, exact = (bucket(3000, dtype=torch.bfloat16, weight_rounding="kahan") for _ in "12")
     for each in (ours, exact):
         each.params[0].zero_()
@@ -212,7 +212,7 @@ def test_the_tables_of_a_graph_hold_the_same_numbers_without_memory_of_the_host(
 
 @interpreted
 def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
-    """With always_adapt=False, a schedule that reaches 0 switches adaptation off; the plan and the kernel stay."""
+    """With always_adapt=False, a schedule that reaches 0 disables adaptation; plan and kernel stay valid."""
     results = []
     for backend in ("triton", "reference"):
         torch.manual_seed(0)
@@ -230,7 +230,7 @@ def test_weight_decay_may_switch_adaptation_on_and_off() -> None:
 @interpreted
 @pytest.mark.parametrize("adapt", [True, False])
 def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     big, small = (
         bucket(launch_group.CHUNK + 5, dtype=torch.bfloat16, adapt=adapt, state_dtype=torch.bfloat16) for _ in "12"
@@ -242,7 +242,7 @@ def test_elements_beyond_the_reach_of_32_bits(adapt: bool, monkeypatch: pytest.M
     kernel = lamb.Lamb([big])
     (part,) = kernel.groups
     assert isinstance(part, LambLaunchGroup)
-    part.sums.zero_()  # for the chunks whose programs do not run
+    part.sums.zero_()  # programs of the other chunks do not run
     only_the_first_and_the_last(part, monkeypatch)
     kernel.step()
     monkeypatch.undo()
@@ -268,7 +268,7 @@ def test_a_row_has_a_value_for_each_column() -> None:
 # ---- unsupported --------------------------------------------------------------------------------------------------
 
 CPU = torch.zeros(3)
-GPU = torch.zeros(3, device="meta")  # represents a tensor on a device that this machine does not have
+GPU = torch.zeros(3, device="meta")  # in place of a tensor on a GPU
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Rows without a gradient in Triton: a step leaves them unchanged, and rebuilds nothing for the other rows."""
+"""Rows without a gradient in Triton: a step leaves them unchanged, and rebuilds no table for the other rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def came(*shapes: tuple[int, ...], **options: Any) -> Make:
 
 
 def stacked(make: Make) -> Make:
-    """Return a `Make` whose first two rows are slices of one parameter, with one step count."""
+    """Return a `Make` whose first two rows are slices of one parameter and share a step count."""
 
     def made() -> Bucket[Any]:
         of = make()
@@ -83,7 +83,7 @@ def gradients(of: Bucket[Any]) -> list[Tensor]:
 
 
 def fresh(of: Bucket[Any], seed: int) -> None:
-    """Set new random gradients in the memory order of the present ones."""
+    """Set random gradients in the memory order of the present ones."""
     torch.manual_seed(seed)
     of.grads = [torch.empty_like(g).copy_(torch.randn(g.shape)) for g in gradients(of)]
 
@@ -93,7 +93,7 @@ def leave_out(of: Bucket[Any], missing: set[int]) -> None:
 
 
 def present(of: Bucket[Any]) -> Bucket[Any]:
-    """Return a bucket of only the rows with a gradient; it shares their tensors, but has its own norms."""
+    """Return a bucket of the rows with a gradient; it shares their tensors, but not the norms."""
     rows = [i for i, g in enumerate(of.grads) if g is not None]
 
     def chosen(column: list[Any]) -> list[Any]:
@@ -115,7 +115,7 @@ def present(of: Bucket[Any]) -> Bucket[Any]:
 
 
 def bits(of: Bucket[Any]) -> list[list[Tensor]]:
-    """Return copies of everything that a step writes, row by row."""
+    """Return copies of all tensors that a step writes, row by row."""
     columns = [of.params, *of.state.values(), of.steps, [*of.metrics]]
     return [[tensor.clone() for tensor in row] for row in zip(*columns, strict=True)]
 
@@ -141,7 +141,7 @@ def missing_sets(of: Bucket[Any]) -> Iterator[set[int]]:
     ),
 )
 def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
-    """The other rows equal, to the bit, those of a bucket without the missing rows; they also match the reference."""
+    """The other rows equal a bucket without the missing rows, bit for bit, and match the reference."""
     algorithm, make = KINDS[kind]
     ours, alone, exact = make(), make(), make()
     kernel = kernels.kernel("triton", algorithm)([ours])
@@ -171,7 +171,7 @@ def test_rows_without_a_gradient_stay_as_they_are(kind: str) -> None:
 
 
 def near(ours: Tensor, exact: Tensor) -> bool:
-    """Return whether values are within a rounding of low-precision state; a compensation is itself a rounding error."""
+    """Whether values are within a rounding of low-precision state; a compensation is itself a rounding error."""
     if not ours.numel() or ours.dtype == torch.int16:
         return True
     limit = 0.01 * exact.double().abs().max() + 1e-6 if ours.is_floating_point() else 1
@@ -231,14 +231,14 @@ def test_other_rows_without_a_gradient_take_no_table_but_that_of_addresses(
         leave_out(of, missing)
         kernel.prepare()
         kernel.step()
-    assert made == [len(grads)] * 4  # none if the set is that of the step before
+    assert made == [len(grads)] * 4  # none for the repeated set
     assert not compilations
 
 
 @interpreted
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> None:
-    """A new seed of random bits rebuilds the tables; a missing gradient keeps the dtype of the previous one."""
+    """A new seed of random bits rebuilds the tables; a missing gradient keeps the dtype of its previous one."""
     make = KINDS[f"{algorithm}-stochastic"][1]
     ours, alone = make(), make()
     kernel = kernels.kernel("triton", algorithm)([ours])
@@ -263,7 +263,7 @@ def test_tables_are_made_anew_while_gradients_are_missing(algorithm: str) -> Non
 
 @interpreted
 def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> None:
-    """The count belongs to a stacked parameter without slices, which has no row that could miss a gradient."""
+    """A stacked parameter without slices has a count, but no row that could miss a gradient."""
     of = KINDS["lamb"][1]()
     count = torch.tensor(3.0)
     of.unique_steps = [*of.unique_steps, count]
@@ -282,7 +282,7 @@ def test_a_step_count_without_rows_advances_while_it_is_among_the_counts() -> No
 
 
 def rounds(running: list[Iterator[Tensor]]) -> Iterator[Tensor]:
-    """Step all ranks once and yield the total of each reduction round."""
+    """Step all ranks once, and yield the total of each reduction round."""
     while parts := [part for each in running if (part := next(each, None)) is not None]:
         total = torch.stack(parts).sum(0)
         yield total.clone()
@@ -310,7 +310,7 @@ SHARDS: dict[str, tuple[str, Make, list[dict[int, Any]]]] = {
 @interpreted
 @pytest.mark.parametrize("kind", mostly_slow(SHARDS, "lamb-stochastic", "came-three-kinds"))
 def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
-    """Their sums are 0; those of the other rows equal the sums of buckets without the missing rows."""
+    """Their sums are 0; the sums of the other rows equal the sums of buckets without the missing rows."""
     algorithm, make, cuts = SHARDS[kind]
     triton = kernels.kernel("triton", algorithm)
     whole = make()
@@ -330,7 +330,7 @@ def test_shards_without_a_gradient_stay_as_they_are(kind: str) -> None:
             each.prepare()
         totals = [*rounds([each.sharded_step(0.5) for each in running])]
         theirs = [*rounds([each.sharded_step(0.5) for each in others])]
-        if len(totals) == len(theirs):  # both need the same rounds
+        if len(totals) == len(theirs):  # else the rounds differ
             for total, their in zip(totals, theirs, strict=True):
                 assert total[total != 0].sort().values.equal(their[their != 0].sort().values)
         assert all(total.isfinite().all() for total in totals)

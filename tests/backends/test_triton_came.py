@@ -36,7 +36,7 @@ def bucket(
     average: torch.dtype = F32,
     **options: Any,
 ) -> Bucket[CameOptions]:
-    """Return rows with a gradient each and a state as after some steps."""
+    """Return rows with gradients and a nonzero state."""
     torch.manual_seed(0)
     params = [torch.randn(shape).to(dtype) for shape in shapes]
     grads: list[Tensor | None] = [torch.randn(shape).to(dtype) for shape in shapes]
@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
 @interpreted
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "matrix", "int8", "unfactored"))
 def test_numbers_may_be_tensors(kind: str) -> None:
-    """Kernels read a learning rate, a scale and an apply mask on the device; the host never does."""
+    """Kernels read a learning rate, a scale and an apply mask on the device, without a copy to the host."""
     shapes, options = KINDS[kind]
     plain = stepped(bucket(*shapes, **options, lr=0.25), 0.5)
     given = stepped(bucket(*shapes, **options, lr=torch.tensor(0.25)), torch.tensor(0.5), torch.tensor(True))
@@ -118,7 +118,7 @@ def test_nothing_is_written_without_commit(kind: str) -> None:
 @interpreted
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, *(KINDS.keys() - {"wide"})))
 def test_a_step_equals_the_reference(kind: str) -> None:
-    """The shapes have more rows and columns than a tile, and the average and the residuals are not zero."""
+    """Shapes have more rows and columns than a tile, and the average and the residuals are not zero."""
     shapes, options = KINDS[kind]
     ours, exact = bucket(*shapes, **options), bucket(*shapes, **options)
     stepped(ours)
@@ -136,10 +136,10 @@ def test_a_step_equals_the_reference(kind: str) -> None:
 
 @interpreted
 def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others stay untouched and take no memory."""
+    """Only the first and last chunk of 2^31 + 5 elements are stepped; the others take no memory."""
     size, ends = 2**31 + 5, (slice(0, launch_group.CHUNK), slice(2**31, None))
     options: dict[str, Any] = {"factor": None, "dtype": BF16, "average": BF16, "scale_parameter": False}
-    # The threshold is out of reach, since the size of u is divided by that of the tensor.
+    # No u reaches the threshold: its size is divided by the size of the tensor.
     big, small = (bucket((launch_group.CHUNK + 5,), **options, clip_threshold=1e9) for _ in "12")
     columns: list[list[Any]] = [big.params, big.grads, *big.state.values()]
     for held in columns:
@@ -148,7 +148,7 @@ def test_elements_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -
     kernel = came.Came([big])
     (part,) = kernel.groups
     assert isinstance(part, came_launches.CameLaunchGroup)
-    part.sums.zero_()  # for the chunks whose programs do not run
+    part.sums.zero_()  # programs of the other chunks do not run
     only_the_first_and_the_last(part, monkeypatch)
     kernel.step()
     monkeypatch.undo()
@@ -174,7 +174,7 @@ def test_partial_sums_are_few(name: str, dtype: torch.dtype, limit: float) -> No
 
 # ---- unsupported --------------------------------------------------------------------------------------------------
 
-GPU = torch.zeros(70, 70, 3, 3, device="meta")  # represents a tensor on a device that this machine lacks
+GPU = torch.zeros(70, 70, 3, 3, device="meta")  # in place of a tensor on a GPU
 
 
 @compiled

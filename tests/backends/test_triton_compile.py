@@ -1,4 +1,4 @@
-"""Triton's kernels without a GPU: every variant compiles for several GPUs, and launches run on a fake GPU.
+"""Triton's kernels without a GPU: every variant compiles for several GPUs, and a fake GPU records launches.
 
 `test_triton_versions.py` runs this file under other versions of Triton. The tests that are not slow compile a few
 variants that together have every value of every constant.
@@ -37,10 +37,10 @@ from tests.support.triton_compat import VERSION, missing
 from tests.support.triton_interpreter import compiled
 
 NO_SPILLS = (3, 6)
-"""Older versions of Triton have an older ptxas, which may spill a few bytes to memory."""
+"""The ptxas of older versions of Triton may spill a few bytes to memory."""
 
 PARTS = 16
-"""The tests in which `make slow` compiles all variants for a target."""
+"""The number of tests that compile all variants for a target in `make slow`."""
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -94,11 +94,11 @@ def compile_and_check(variant: Variant, folder: Path) -> None:
 
 LAMB = ("square_sums", "lamb_factors", "lamb_moments", "shard_totals", "lamb_norms", "lamb_apply")
 KEPT = {"kahan": 16, "master": 32}
-"""Bits of aux state per element of a parameter that are read 128 at a time; those of kahan8 are read 64 at a time."""
+"""Bits of aux state per element that are read 128 at a time; kahan8's are read 64 at a time."""
 
 
 def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """Return a thread's numbers of 128-bit loads and stores, on the main path and that for misaligned gradients."""
+    """Return a thread's numbers of 128-bit loads and stores, on the main path and for misaligned gradients."""
     if name not in ("lamb_moments", "lamb_apply"):
         return (1, 0) if name == "square_sums" else (0, 0)
     each = constants["BLOCK"] // device.THREADS
@@ -111,7 +111,7 @@ def lamb_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 
 def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
-    """Return the least numbers of 128-bit loads and stores of a thread."""
+    """Return the minimum numbers of 128-bit loads and stores of a thread."""
     each = constants.get("TILE_BLOCK", constants.get("BLOCK", 8 * device.THREADS)) // device.THREADS
     bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S"))]
     x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
@@ -130,7 +130,7 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 
 @compiled
 def test_a_new_layout_compiles_every_kernel_again() -> None:
-    """Triton's cache does not know the constants that a kernel finds in another module, such as columns of tables."""
+    """Triton's cache key does not include constants of other modules, such as columns of tables."""
     for variant in kernel_variants.variants():
         constants = dict(variant.constants)
         assert constants["_SOURCES"] == launch_group.SOURCES
@@ -162,8 +162,8 @@ def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
         (64, 0, [], None),
         (72, 0, [64], 64),
         (170, 0, [128, 80, 64], 64),
-        (170, 81, [128, 80], 128),  # it spills with 80
-        (80, 100, [128, 80], 128),  # it spills so that one more program fits
+        (170, 81, [128, 80], 128),  # spills with 80
+        (80, 100, [128, 80], 128),  # spills for one more program
         (80, 200, [128, 255, 128], 255),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_kernel_has_few_registers_and_does_not_spill(
 def test_kernels_of_amd_get_no_limit_of_registers(
     backend: str, limits: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMD's compiler knows none."""
+    """AMD's compiler has no such option."""
     seen: list[dict[str, Any]] = []
 
     class Kernel:
@@ -228,7 +228,7 @@ def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
 @compiled
 @pytest.mark.parametrize(
     ("kind", "launches", "compilations"),
-    # Each kernel compiles once, but those for averages of squares and of residuals, and those for all tensors, twice.
+    # Each kernel compiles once; kernels for averages of squares and of residuals, and for all tensors, compile twice.
     [(Lamb, 5, 5), (Came, 2 + 8 + 4, 12)],
     ids=["lamb", "came"],
 )

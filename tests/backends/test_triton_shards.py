@@ -1,4 +1,4 @@
-"""Triton's kernels on shards, without a GPU and without processes: the tests simulate ranks and add up their sums."""
+"""Triton's kernels on shards, without a GPU or processes: the tests simulate ranks and add up their sums."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fragments(shape: Shape, cuts: Cuts) -> list[Shard]:
 
 
 def part_of(name: str, value: Tensor, shard: Shard, factor: str | None) -> Tensor:
-    """Return the part of a parameter or of its state that belongs to a shard."""
+    """Return a shard's part of a parameter or of its state."""
     dims = list(range(len(shard.shape)))
     axis = dims[-2] if factor == "last_two" else 0
     if name.endswith("_row"):
@@ -176,7 +176,7 @@ def test_came_on_fragments_of_whole_rows_equals_the_unsharded_step(layout: str) 
 def came_on_ranks_equals_the_unsharded_step(
     layout: str, options: dict[str, Any], shards_of: Callable[[Shape, Cuts], list[Shard]]
 ) -> None:
-    """A step adds up as many sums, in as many reduction rounds, as the reference."""
+    """A step exchanges the same sums, in the same number of reduction rounds, as the reference."""
     factor, shapes, cuts = LAYOUTS[layout]
     whole = test_triton_came.bucket(*shapes, **{"factor": factor, **options})
     ranks, theirs = on_ranks(whole, cuts, shards_of), on_ranks(whole, cuts, shards_of)
@@ -194,7 +194,7 @@ def came_on_ranks_equals_the_unsharded_step(
 @interpreted
 @pytest.mark.parametrize("decay_mode", ["ratio", "l2"])
 def test_lamb_on_ranks_equals_the_unsharded_step(decay_mode: str) -> None:
-    """There are as many sums and rounds as in the reference."""
+    """Sums and rounds are as many as the reference's."""
     shapes: tuple[Shape, ...] = (7, 30), (6, 5), (4, 5, 6), (3, 4)
     cuts: list[Cuts] = [{0: [3]}, {1: [2]}, {2: [2]}, {0: [3]}]
     whole = test_triton.bucket(*shapes, decay_mode=decay_mode)
@@ -225,7 +225,7 @@ def test_nothing_of_shards_is_written_without_commit() -> None:
 @pytest.mark.parametrize("cuts", [{0: [3]}, {0: [2], 1: [11]}], ids=["rows", "both"])
 @pytest.mark.parametrize("algorithm", ["lamb", "came"])
 def test_weights_on_ranks_are_rounded_as_those_of_the_unsharded_step(algorithm: str, cuts: Cuts, way: Rounding) -> None:
-    """Random bits depend on an element's position in the whole tensor; a few weights differ by the order of sums."""
+    """Random bits depend on the position in the whole tensor; a few weights differ, since sums have another order."""
     shape, kernel = (7, 300), kernels.kernel("triton", algorithm)
     whole: Bucket[Any] = (
         test_triton.bucket(shape, dtype=BF16, weight_rounding=way)

@@ -1,4 +1,4 @@
-"""The kernels compile with every claimed version of Triton; `make test` and `make slow` unpack these versions."""
+"""The kernels compile with every supported version of Triton; `make test` and `make slow` unpack the versions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
     ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
 )
 def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
-    """The output has the reason if this Triton does not know a target, and the number of spilled bytes before 3.6.
+    """The output has the reason if a Triton does not support a target, and the spilled bytes before 3.6.
 
-    `make test` compiles for one target, since nothing is in Triton's cache of a new machine.
+    `make test` compiles for one target, since a new machine has an empty Triton cache.
     """
     folder = UNPACKED / version
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Ranks whose optimizers differ: their sums belong to different tensors."""
+"""Ranks whose optimizers differ are refused, since their sums belong to different tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fewer(named: Named) -> Named:
 def test_ranks_that_differ_are_refused_on_every_rank(
     kind: Kind, change: Callable[[Named], Any], options: dict[str, Any], texts: list[str]
 ) -> None:
-    """Without the check, CAME's first tensor became 783.66 instead of 585.89, without a message."""
+    """Without the check, CAME's first tensor silently became 783.66 instead of 585.89."""
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     fully_shard(net)
     before = [p.full_tensor().clone() for p in net.parameters()]  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_a_group_that_differs_is_refused(kind: Kind) -> None:
 
 @ranks(2)
 def test_any_name_can_be_compared(kind: Kind) -> None:
-    """A surrogate, which stands for a byte that is no text, has no encoding."""
+    """A surrogate, which represents a byte that is not text, has no encoding."""
     net = nn.Linear(4, 4, bias=False)
     fully_shard(net)
     net.weight.grad = torch.ones_like(net.weight)

@@ -1,4 +1,4 @@
-"""Flat tensors in one process; test_flat_ranks.py has several."""
+"""Flat tensors in one process; test_flat_ranks.py tests several."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_pickled_optimizer_steps_on(kind: Kind) -> None:
 
 
 def test_averages_of_flat_tensors_are_vectors() -> None:
-    """Fragments follow one another in the order of the flat tensor; the momentum is of the flat tensor's size."""
+    """Fragments have the order of the flat tensor; the momentum has its size."""
     layout = FlatLayout([[Fragment("b", (8, 9), 72, start=12), Fragment("a", (4,), 4), Fragment("c", (9, 8), 72, 90)]])
     group: dict[str, Any] = {"params": [Parameter(torch.ones(170))], "flat_layout": layout}
     optimizer = Came([group], lr=0.1)
@@ -105,13 +105,13 @@ def test_averages_of_flat_tensors_are_vectors() -> None:
 
 
 def test_explain_names_the_backend_of_each_fragment() -> None:
-    """Nothing of a parameter is cut on one rank."""
+    """On one rank no parameter is cut."""
     group = {"params": [Parameter(torch.ones(72))], "flat_layout": FlatLayout([[Fragment("a", (8, 9), 72)]])}
     assert "cpu       1 tensor, 72 elements" in Came([group], lr=0.1).explain()
 
 
 def test_every_backend_steps_flat_tensors(kind: Kind, backend: str) -> None:
-    """The fragments of a flat tensor step as the parameters do, and the padding between them does not."""
+    """The fragments of a flat tensor step like parameters, and padding does not change."""
     torch.manual_seed(0)
     whole = [Parameter(torch.randn(40, 30)), Parameter(torch.randn(20))]
     layout = FlatLayout([[Fragment("0", (40, 30), 1200), Fragment("1", (20,), 20, start=1203)]])

@@ -1,4 +1,4 @@
-"""Flat tensors that hold fragments of parameters, on several ranks."""
+"""Flat tensors with fragments of parameters, on several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.tables import for_every
 
 
 def some_world(layout: str, name: str) -> int:
-    """Return two for half of the runs on each layout, and four for the other half."""
+    """Return 2 for half of the runs on each layout, and 4 for the other half."""
     return 2 + 2 * ((list(LAYOUTS).index(layout) + list(RUNS).index(name)) % 2)
 
 
@@ -64,7 +64,7 @@ def test_equals_the_whole_run_on_other_ranks(layout: str, name: str) -> None:
 
 
 def equals_the_whole_run(layout: Layout, run: Run) -> None:
-    """Parameters, state and telemetry equal those of the run that holds everything; the padding does not change."""
+    """Parameters, state and telemetry equal a run with whole parameters; padding does not change."""
     bag = Bag(SHAPES, run.dtype)
     flats, ours = flattened(bag, layout, run)
     theirs = run.optimizer(bag)
@@ -74,7 +74,7 @@ def equals_the_whole_run(layout: Layout, run: Run) -> None:
         if run.options.get("state_dtype") in (torch.float16, torch.bfloat16):
             for flat, named in zip(flats, grouped(bag), strict=True):
                 errors += follow_ties(flat, ours, dict(named), theirs)
-    assert not errors, errors  # after the last collective, so that no other rank waits for this one
+    assert not errors, errors  # after the last collective: no other rank waits for this one
     for flat, named in zip(flats, grouped(bag), strict=True):
         whole = dict(named)
         for name, part in flat.parts(flat.tensors).items():
@@ -93,9 +93,9 @@ def equals_the_whole_run(layout: Layout, run: Run) -> None:
 
 
 def follow_ties(flat: Flat, ours: Optimizer, whole: Mapping[str, Tensor], theirs: Optimizer) -> list[str]:
-    """Continue with the whole run's element where few averages were rounded to the 16-bit neighbour; return errors.
+    """Copy the whole run's elements where a few averages were rounded to the other 16-bit neighbour; return errors.
 
-    The sums over a parameter have other last bits if they are added up in parts, which decides near a tie.
+    Sums over a parameter have other last bits if they are added up in parts, which decides near a tie.
     """
     errors = []
     held = [(own, ours.state[tensor]["exp_avg"]) for own, tensor in zip(flat.held, flat.tensors, strict=True) if own]
@@ -116,7 +116,7 @@ def follow_ties(flat: Flat, ours: Optimizer, whole: Mapping[str, Tensor], theirs
 
 
 def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, Tensor]], run: Run) -> None:
-    """The state of flat tensors has the elements of that of whole parameters, or the averages that they touch."""
+    """The state of flat tensors has the elements of whole parameters' state, or averages of rows that they touch."""
     shared = set.intersection(*(set(state) for state in wholes.values()))
     everywhere = {key for key in shared - {"step"} if all(s[key].dim() == s["exp_avg"].dim() for s in wholes.values())}
     for i, (tensor, own) in enumerate(zip(flat.tensors, flat.held, strict=True)):
@@ -135,7 +135,7 @@ def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, 
 @for_every("layout", LAYOUTS)
 @ranks(2, 4)
 def test_collectives(layout: str) -> None:
-    """A step needs one collective for all groups, with two numbers for each parameter, and one more for a clip."""
+    """A step takes one collective for all groups, with two numbers for each parameter, and one more for a clip."""
     for options, count, more in (({}, 1, 0), ({"max_grad_norm": 1.0}, 2, 8), ({"cautious": True}, 2, 8 * len(SHAPES))):
         run = Run(Lamb, options)
         bag = Bag(SHAPES, run.dtype)
@@ -147,7 +147,7 @@ def test_collectives(layout: str) -> None:
 @for_every("layout", LAYOUTS)
 @ranks(2, 4)
 def test_collectives_of_came(layout: str) -> None:
-    """A step needs two collectives for all groups, or three if ranks hold parts of a parameter's rows."""
+    """A step takes two collectives for all groups, or three if ranks hold parts of a parameter's rows."""
     shapes = {"matrix": (9, 7), "conv": (14, 3, 2), "bias": (5,)}
     for backend, dtype in (("reference", torch.float64), ("auto", torch.float32)):
         run = Run(Came, dtype=dtype, backend=backend)
@@ -171,7 +171,7 @@ def test_collectives_of_came(layout: str) -> None:
 @for_every(("layout", "kind"), itertools.product(LAYOUTS, (Lamb, Came)))
 @ranks(2, 4)
 def test_resumes(layout: str, kind: Kind) -> None:
-    """A run that was saved and loaded continues bit for bit, and so does a copy."""
+    """A loaded run and a copy continue bit for bit."""
     run = Run(kind, {"max_grad_norm": 0.5})
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, LAYOUTS[layout], run)
@@ -197,7 +197,7 @@ def test_resumes(layout: str, kind: Kind) -> None:
 @for_every(("layout", "kind"), itertools.product(LAYOUTS, KINDS))
 @ranks(2, 4)
 def test_skips_everywhere(layout: str, kind: Kind) -> None:
-    """Where one rank's gradients overflow, no rank writes anything."""
+    """If the gradients of one rank overflow, no rank writes anything."""
     run = Run(kind, {"skip_nonfinite": True}, dtype=torch.float32, backend="auto")
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, LAYOUTS[layout], run)
@@ -218,7 +218,7 @@ def test_skips_everywhere(layout: str, kind: Kind) -> None:
 
 @ranks(2, 4)
 def test_bad_layouts() -> None:
-    """Every rank raises, with the same words, for what one of them has given."""
+    """Every rank raises the same error for an argument of one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def lamb(own: Sequence[Fragment], size: int = 12, dtype: torch.dtype = torch.float32, **more: Any) -> Lamb:
@@ -226,7 +226,7 @@ def test_bad_layouts() -> None:
         return Lamb([{"params": [flat], "flat_layout": FlatLayout([own]), **more}], lr=0.1)
 
     def part(numel: int = 2, start: int = 0, offset: int | None = None, **other: Any) -> Fragment:
-        """Return one of two elements of w on each rank."""
+        """Return a fragment of w with one of its two elements on each rank."""
         given = {"name": "w", "shape": (world, 2), **other}
         return Fragment(**given, numel=numel, start=start, offset=2 * rank if offset is None else offset)
 
@@ -253,7 +253,7 @@ def test_bad_layouts() -> None:
     for mine, *texts in bad:
         refused(partial(lamb, mine), what, *texts)
     refused(lambda: lamb(part() if last else [part()]), f"on {on_last}", "list of Fragments for each flat tensor")  # type: ignore[arg-type]
-    lamb([part(), part(name="none", shape=(0,), numel=0, offset=0)])  # begins where the other does, and holds nothing
+    lamb([part(), part(name="none", shape=(0,), numel=0, offset=0)])  # an empty fragment at the start of the other
     refused(lambda: lamb([part()], dtype=torch.float64 if last else torch.float32), "torch.float64", on_last)
     refused(lambda: lamb([part()], stacked=True), "stacked")
     refused(lambda: lamb([part()], grad_centralization=True), "grad_centralization=True", "rows")
@@ -262,7 +262,7 @@ def test_bad_layouts() -> None:
 
 @ranks(2, 4)
 def test_cut_rows() -> None:
-    """Fragments that begin or end inside a row are for plain torch, which explain() says, and a backend by name not."""
+    """Plain torch steps fragments that begin or end inside a row, as explain() reports; named backends refuse them."""
     bag = Bag({"matrix": (9, 7)}, torch.float32)
     named = list(bag.named_parameters())
 
@@ -281,7 +281,7 @@ def test_cut_rows() -> None:
 
 @ranks(2, 4)
 def test_bad_steps() -> None:
-    """A step without a gradient, or of a part, is refused before anything is exchanged."""
+    """A step without a gradient, or of a part of the parameters, is refused before any collective."""
     run = Run(Lamb)
     bag = Bag(SHAPES, run.dtype)
     flats, optimizer = flattened(bag, zero, run)
@@ -300,7 +300,7 @@ def test_bad_steps() -> None:
 
 @ranks(4)
 def test_some_ranks() -> None:
-    """Two halves of the ranks hold a model each."""
+    """Each half of the ranks holds a model."""
     half = dist.get_world_size() // 2
     halves = [dist.new_group(list(range(first, first + half))) for first in (0, half)]
     which, place = divmod(dist.get_rank(), half)

@@ -1,4 +1,4 @@
-"""What megatron_groups refuses; tests/integrations/test_megatron.py has steps inside of megatron-core."""
+"""Refusals of megatron_groups; tests/integrations/test_megatron.py steps inside megatron-core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_another_optimizer_has_no_ranges() -> None:
 
 
 def one_rank() -> SimpleNamespace:
-    """Return what Megatron's distributed optimizer has of a model with one parameter."""
+    """Return the attributes of Megatron's distributed optimizer for a model with one parameter."""
     model, flat = torch.nn.Linear(20, 30, bias=False), torch.zeros(600)
     model.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     held = {"param": SimpleNamespace(start=0, end=600, size=600)}
@@ -73,7 +73,7 @@ def test_megatrons_checkpoints_of_other_state_are_refused(kind: Any, refused: li
         distributed.buffers = []
         distributed.optimizer = kind(megatron_groups(distributed), lr=0.1)
         saves = {name: getattr(distributed, name) for name in ("get_parameter_state_dp_zero", "sharded_state_dict")}
-        assert [save() for save in saves.values()] == [{}, {}]  # before the first step there is no state
+        assert [save() for save in saves.values()] == [{}, {}]  # no state before the first step
         flat.grad = torch.ones(600)
         distributed.optimizer.step()
         for index, (name, save) in enumerate(saves.items()):

@@ -68,7 +68,7 @@ def train(net: nn.Module, optimizer: Any, steps: range) -> None:
 @for_every("name", ["lamb", "clip", "came"])
 @ranks(2)
 def test_cpu_offload_policy(name: str) -> None:
-    """Torch moves gradients and weights, and the optimizer steps shards in the host's memory, as it is."""
+    """Torch moves gradients and weights, and the optimizer steps shards in the host's memory."""
     nets = network(), network(offload_policy=CPUOffloadPolicy(pin_memory=False))
     for net in nets:
         train(net, MAKERS[name](net), range(STEPS))
@@ -86,7 +86,7 @@ def test_cpu_offload_policy(name: str) -> None:
 @for_every("name", MAKERS)
 @ranks(2)
 def test_shards(name: str) -> None:
-    """Offload's own buckets carry the shards."""
+    """offload() moves the shards in its own buckets."""
     nets = network(), network()
     plain, theirs = MAKERS[name](nets[0]), offloaded(nets[1], MAKERS[name](nets[1]))
     for net, optimizer in zip(nets, (plain, theirs), strict=True):
@@ -126,7 +126,6 @@ def test_checkpoints(name: str) -> None:
 
 @ranks(2)
 def test_overflow_on_one_rank() -> None:
-    """All ranks skip a step that overflows on one of them."""
     nets = network(), network()
     scalers = [LossScaler(WindowScale(init_scale=64.0)) for _ in nets]
     plain, theirs = MAKERS["lamb"](nets[0]), offloaded(nets[1], MAKERS["lamb"](nets[1]), scaler=scalers[1])

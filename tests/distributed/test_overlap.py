@@ -1,4 +1,4 @@
-"""TailOverlap in a single process; test_overlap_ranks.py has several."""
+"""TailOverlap in a single process; test_overlap_ranks.py tests several."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _group() -> Iterator[None]:
 
 
 class Wire:
-    """A replacement of `torch.distributed.all_reduce` whose result is only available after `wait()`."""
+    """A replacement for `torch.distributed.all_reduce` whose result is available after `wait()`."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.before = [p.detach().clone() for p in params]
         self.moved: list[int] = []
-        """The number of parameters that had been stepped at each wait."""
+        """The number of stepped parameters at each wait."""
 
     def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Work:
         return Work(self, tensor)
@@ -50,7 +50,7 @@ class Work:
 
 
 def waits(make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Return the number of parameters of each bucket of the third step, and of those stepped before its wait."""
+    """Return the number of parameters in each bucket of the third step, and the number stepped before its wait."""
     ddp = overlap_runs.distributed(overlap_runs.network())
     overlap = TailOverlap(ddp, make(ddp.module))
     for step in range(3):
@@ -90,7 +90,7 @@ def test_a_global_norm_needs_all_gradients_first(options: dict[str, Any], monkey
 
 
 def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
-    """torch.distributed.checkpoint takes such a step to make an optimizer create its state."""
+    """torch.distributed.checkpoint takes such a step to create the state."""
     ddp = overlap_runs.distributed(overlap_runs.network())
     optimizer = Lamb(ddp.parameters(), lr=0.0)
     overlap = TailOverlap(ddp, optimizer)
@@ -252,7 +252,7 @@ def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., 
 
 
 class Mixed(nn.Module):
-    """A module of two dtypes, so that it has two buckets in the first step of a static graph."""
+    """A module of two dtypes, which has two buckets in the first step of a static graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class InParts(Foreign):
 
 def zero(params: list[nn.Parameter]) -> Optimizer:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which torch 2.13 itself uses
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13 itself uses torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(params, SGD, lr=0.1)
 
@@ -350,7 +350,7 @@ def test_refused_models() -> None:
         net,
         delay_all_reduce_named_params=[("0.0.weight", net.get_parameter("0.0.weight"))],
         param_to_hook_all_reduce=net.get_parameter("0.0.bias"),
-        bucket_cap_mb=1,  # torch 2.7 accepts no fraction
+        bucket_cap_mb=1,  # torch 2.7 refuses a fraction
     )
     with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
         TailOverlap(delayed, optimizer)

@@ -1,4 +1,4 @@
-"""TailOverlap on several ranks, against DistributedDataParallel and one process."""
+"""Compares TailOverlap on several ranks with DistributedDataParallel and with one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.tables import for_every
 def equals_one_process(
     name: str, freeze: bool = False, accumulate: int = 1, schedule: bool = False, **options: Any
 ) -> None:
-    """Steps with overlap on all ranks equal those of one process with the joined batch."""
+    """Steps with overlap on all ranks equal one process with the joined batch."""
     inner, alone = network(), network()
     for model in (inner, alone) if freeze else ():
         for param in model[2].parameters():
@@ -92,7 +92,7 @@ def test_four_ranks_equal_one_process(name: str) -> None:
 
 @ranks(2)
 def test_checkpoints() -> None:
-    """An optimizer without overlap resumes one with it, and the other way round."""
+    """A run with overlap resumes without it, and the other way round."""
     inner, alone = network(), network()
     ddp, reference = distributed(inner), Lamb(alone.parameters(), **LAMB)
     overlap = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB))
@@ -119,7 +119,7 @@ def test_checkpoints() -> None:
 
 @ranks(2)
 def test_same_bits() -> None:
-    """The result equals that of DistributedDataParallel in float32: with two ranks no sum depends on its order."""
+    """The result equals DistributedDataParallel in float32: the sum of two ranks does not depend on their order."""
     inner, plain = network(torch.float32), network(torch.float32)
     ddp, reference = distributed(inner), distributed(plain)
     overlap, optimizer = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB)), Lamb(plain.parameters(), **LAMB)
@@ -133,7 +133,7 @@ def test_same_bits() -> None:
 
 @ranks(2)
 def test_plain_step() -> None:
-    """Use `optimizer.step()`, use gradients before it, and omit a step."""
+    """Call `optimizer.step()`, read gradients before it, and omit a step."""
     inner, alone = network(), network()
     ddp, reference = distributed(inner), AdamW(alone.parameters(), lr=0.01)
     optimizer = AdamW(inner.parameters(), lr=0.01)
@@ -241,7 +241,7 @@ def test_refusals() -> None:
 
 @ranks(2)
 def test_hooks() -> None:
-    """A hook runs once per step, not once per bucket, and a read before the step returns the average."""
+    """A hook runs once per step, not per bucket, and a read before the step returns the average."""
     inner = network()
     ddp = distributed(inner)
     optimizer = Lamb(inner.parameters(), **LAMB)
@@ -286,7 +286,7 @@ def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_pa
 
 
 def stopping(where: str, rank: str, store: str) -> None:
-    """Stop rank 1 with an error: before it sends anything, between two buckets, or before its step.
+    """Stop rank 1 with an error: before its first message, between two buckets, or before its step.
 
     With "model", rank 1 has another model instead.
     """
@@ -295,7 +295,7 @@ def stopping(where: str, rank: str, store: str) -> None:
         try:
             distributed(nn.Linear(3, 2 + dist.get_rank()))
         finally:
-            # A process that ends with unread messages resets its connections; the other rank must see them closed.
+            # A process that ends with unread messages resets its connections; the other rank must find them closed.
             time.sleep(0.5)
     inner = network()
     ddp = distributed(inner)

@@ -50,7 +50,7 @@ SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
 )
 @ranks(2)
 def test_scaled(name: str, scaler: str) -> None:
-    """The result equals that of DistributedDataParallel with its GradScaler; one rank's overflow skips all ranks."""
+    """The result equals DistributedDataParallel with GradScaler; an overflow on one rank skips on all."""
     inner, plain = network(torch.float32), network(torch.float32)
     ddp, reference = distributed(inner), distributed(plain)
     ours, theirs = SCALERS[scaler](), SCALERS[scaler]()
@@ -98,7 +98,7 @@ def test_unscaled_on_the_wire() -> None:
 
 
 class Ones(nn.Module):
-    """A module with one parameter, whose gradient is the input."""
+    """A module with one parameter; its gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_late_overflow() -> None:
 
 @ranks(2)
 def test_npu_optimizer() -> None:
-    """The example's branches, with and without tailing, are equal on all ranks and in one process."""
+    """The branches of the example, with and without tailing, equal one process on all ranks."""
     for branch in range(3):
         models = [network() for _ in range(3)]
         first, second, third = branches()[branch], branches()[branch], branches()[branch]
@@ -171,7 +171,7 @@ def test_npu_optimizer() -> None:
 
 @ranks(2)
 def test_npu_clip() -> None:
-    """With a clip between the halves of a step, nested wrappers on all ranks equal torch in one process."""
+    """With a clip between the two calls of a step, nested wrappers on all ranks equal torch in one process."""
     for tailing in (False, True):
         inner, alone = network(), network()
         ddp, reference = distributed(inner), Lamb(alone.parameters(), **LAMB)
@@ -185,7 +185,7 @@ def test_npu_clip() -> None:
             pairs = optimizer.compute_gradients(
                 loss(ddp, mine(batch(step))) * (torch.inf if bad and dist.get_rank() == 0 else 1.0)
             )
-            torch.nn.utils.clip_grad_norm_([var for _, var in pairs], 0.01)  # .grad is the same tensor
+            torch.nn.utils.clip_grad_norm_([var for _, var in pairs], 0.01)  # pairs have the tensors of .grad
             optimizer.apply_gradients(pairs)
             if not bad:
                 backward(loss(alone, batch(step)))

@@ -1,4 +1,4 @@
-"""`grad_norm_group`: the global gradient norm if each rank has whole tensors of its own, as under ZeRO."""
+"""`grad_norm_group`: the global gradient norm if each rank has other whole tensors, as under ZeRO."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parameters() -> list[Parameter]:
 
 
 def gradients(mode: str, step: int) -> list[Tensor | None]:
-    """Return gradients of which a mode leaves out one, so that rank 1 has nothing to do, or makes one NaN."""
+    """Return gradients; a mode omits one, so that rank 1 has nothing to do, or makes one NaN."""
     torch.manual_seed(1)
     matrix, vector = torch.randn(5, 4), torch.randn(70)
     if mode == "nonfinite" and step == 1:
@@ -43,14 +43,14 @@ def gradients(mode: str, step: int) -> list[Tensor | None]:
 OWN: dict[Kind, dict[str, Any]] = {
     Lamb: {},
     Lars: {"trust_coefficient": 0.3, "lr_in_momentum": False},
-    Came: {"eps": (1e-2, 1e-16)},  # a small one would hide by what gradients were scaled
+    Came: {"eps": (1e-2, 1e-16)},  # a small one would hide the scale of gradients
 }
 
 
 @pytest.mark.parametrize("mode", ["finite", "nonfinite", "idle", "empty"])
 @ranks(2)
 def test_the_norm_is_summed_over_the_group(kind: Kind, mode: str) -> None:
-    """Clips and skips equal those of one process with all tensors, also with a rank without gradients or parameters."""
+    """Clips and skips equal one process with all tensors, also if a rank has no gradients or parameters."""
     options = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.5, "skip_nonfinite": True, **OWN[kind]}
     whole, rank = parameters(), dist.get_rank()
     indices = ([0, 1] if rank == 0 else []) if mode == "empty" else [rank]
@@ -78,7 +78,7 @@ def large() -> nn.Module:
 
 
 def small() -> nn.Module:
-    """Return a model of fewer parameters than ranks."""
+    """Return a model with fewer parameters than ranks."""
     torch.manual_seed(0)
     return nn.Linear(5, 3, bias=False)
 
@@ -106,12 +106,12 @@ IN_ZERO: dict[Kind, dict[str, Any]] = {
 @for_every(("model", "clips"), [(large, "no"), (large, "by option"), (large, "by group"), (small, "by group")])
 @ranks(1, 2)
 def test_a_zero_redundancy_optimizer_is_one_optimizer(kind: Kind, model: Callable[[], nn.Module], clips: str) -> None:
-    """Steps and checkpoints equal those of one optimizer; a checkpoint also loads into an optimizer without ZeRO.
+    """Steps and checkpoints equal one optimizer; a checkpoint also loads without ZeRO.
 
     The wrapper writes an option of the whole optimizer into every group.
     """
     if clips == "by option" and dist.get_world_size() > 1:
-        return  # ranks would clip by the norm of their own parameters, and are refused
+        return  # refused: ranks would clip by the norm of their own parameters
     options = {"lr": 0.1, "weight_decay": 0.1, **IN_ZERO[kind]}
     clip: dict[str, Any] = {} if clips == "no" else {"max_grad_norm": 0.5}
     grouped: Any = functools.partial(kind, grad_norm_group=dist.group.WORLD, **clip)
@@ -145,7 +145,7 @@ def test_a_zero_redundancy_optimizer_is_one_optimizer(kind: Kind, model: Callabl
 
 
 class Shares(torch.optim.Optimizer):
-    """Gives each rank a part of the parameters, as FairScale's OSS."""
+    """Gives each rank a part of the parameters, like FairScale's OSS."""
 
     def __init__(self, params: Any, optim: Any, **options: Any) -> None:
         super().__init__(params, options)
@@ -154,7 +154,7 @@ class Shares(torch.optim.Optimizer):
 
 
 class Whole(torch.optim.Optimizer):
-    """Wraps an optimizer of all parameters, as Lookahead and SAM."""
+    """Wraps an optimizer of all parameters, like Lookahead and SAM."""
 
     def __init__(self, params: Any, optim: Any, **options: Any) -> None:
         super().__init__(params, options)
@@ -165,7 +165,7 @@ class Whole(torch.optim.Optimizer):
 @pytest.mark.parametrize("option", [{"max_grad_norm": 0.5}, {"skip_nonfinite": True}], ids=str)
 @ranks(2)
 def test_a_zero_redundancy_optimizer_that_would_clip_by_rank(kind: Kind, option: dict[str, Any]) -> None:
-    """Each rank once clipped its own parameters, and skipped its part of a step; `grad_norm_group` prevents this."""
+    """Each rank once clipped its own parameters, and skipped its part of a step; `grad_norm_group` prevents it."""
     net = large()
     Whole(net.parameters(), kind, lr=0.1, **option)
     Shares(net.parameters(), kind, lr=0.1)

@@ -1,4 +1,4 @@
-"""How tests on several ranks fail."""
+"""Failures and skips of tests on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sharded parameters, whose steps equal those of one process."""
+"""Steps of sharded parameters equal one process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BACKENDS = ("reference", "foreach", "cpu")
 
 
 def rows() -> Iterator[Any]:
-    """Return each layout with each run, of which other layouts than FSDP2 leave all but every `world`-th as slow."""
+    """Return each layout with each run; except for FSDP2, all but every `world`-th are slow."""
     for world in (2, 4):
         for (place, layout), (turn, name) in itertools.product(enumerate(LAYOUTS[world]), enumerate(RUNS)):
             yield pytest.param(layout, name, marks=[pytest.mark.slow] * bool(place and (place + turn) % world))
@@ -71,7 +71,7 @@ def test_layouts(layout: str, name: str) -> None:
 
 
 def equals_the_unsharded_run(layout: str, run: Run) -> None:
-    """Parameters, state and telemetry equal those of the unsharded run."""
+    """Parameters, state and telemetry equal the unsharded run."""
     alone, sharded = Bag(SHAPES, run.dtype), placed(layout, SHAPES, run.dtype)
     ours, theirs = run.optimizer(sharded), run.optimizer(alone)
     advance(alone, theirs, range(run.steps), run.dtype)
@@ -101,7 +101,7 @@ def equals_the_unsharded_run(layout: str, run: Run) -> None:
 def test_tensors_sharded_along_different_dims(
     kind: Kind, sizes: tuple[int, ...], placements: Mapping[str, list[Placement]]
 ) -> None:
-    """Ranks add up along the dims of all tensors of a mesh, each with the ranks in its own row of the other dims."""
+    """Sums go over the mesh dims of all tensors, each among the ranks with equal indices in the other dims."""
     alone, sharded = (Bag(dict.fromkeys(placements, (6, 4)), torch.float64) for _ in "12")
     for name, each in placements.items():
         sharded.place([name], mesh(*sizes), each)
@@ -113,7 +113,7 @@ def test_tensors_sharded_along_different_dims(
 
 @ranks(2)
 def test_a_step_at_lr_0_is_one_if_one_rank_has_gradients(kind: Kind) -> None:
-    """If all gradients are zeros, torch.distributed.checkpoint creates state by such a step, which is not counted."""
+    """With zero gradients on all ranks it is not counted: torch.distributed.checkpoint creates state by such a step."""
     for with_gradients, steps in (([1], 1), ([], 0)):
         bag = Bag({"w": (6, 4)}, torch.float64)
         bag.place(["w"], mesh(2), [Shard(0)])
@@ -144,7 +144,7 @@ def refuses_to_cut_blocks(layout: str, run: Run) -> None:
 )
 @ranks(world_of)
 def test_collectives(layout: str, came: int, numbers: int) -> None:
-    """Thirty tensors need as many collectives as one, with the bytes of the sums that are needed."""
+    """Thirty tensors take as many collectives as one, with the bytes of their sums."""
     for copies in (1, 15):
         shapes = {f"{name}{i}": shape for i in range(copies) for name, shape in (("w", (9, 6)), ("b", (9,)))}
         for kind, options, count, sums in (
@@ -164,7 +164,6 @@ def test_collectives(layout: str, came: int, numbers: int) -> None:
 @for_every("layout", ["fsdp", "columns", "half-plain", "hybrid", "both-dims", "fsdp-and-tp"])
 @ranks(world_of)
 def test_collectives_of_backends(layout: str) -> None:
-    """All backends have the same cost."""
     for kind in KINDS:
         costs = []
         for backend in ("reference", "cpu"):
@@ -177,7 +176,7 @@ def test_collectives_of_backends(layout: str) -> None:
 
 @ranks(2)
 def test_process_group() -> None:
-    """A group of the mesh's ranks is refused; a group of this rank only, as in a pipeline stage, changes nothing."""
+    """A group of the mesh's ranks is refused; a group of one rank, as in a pipeline stage, has no effect."""
     alone, sharded = Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64)
     fully_shard(sharded)
     run = Run(Lamb, {"max_grad_norm": 0.5})
@@ -192,7 +191,7 @@ def test_process_group() -> None:
 
 @ranks(2)
 def test_replaced_state() -> None:
-    """Steps continue with state that was replaced, as by a program that moves it to other memory and back."""
+    """Steps continue with replaced state, as after a program moved it to other memory and back."""
     run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
     for bag, replaces in zip(bags, (False, True), strict=True):
         fully_shard(bag)
@@ -211,7 +210,7 @@ def test_replaced_state() -> None:
 @for_every(("kind", "backend"), itertools.product(KINDS, BACKENDS))
 @ranks(2)
 def test_changing_storage(kind: Kind, backend: str) -> None:
-    """One plan serves shards whose storage is replaced, and whose gradients have other strides, at every step."""
+    """One plan steps shards although their storage and the strides of gradients change at every step."""
     alone, sharded = Bag(SHAPES, torch.float32), Bag(SHAPES, torch.float32)
     fully_shard(sharded)
     optimizers = [kind(bag.named_parameters(), lr=0.01, weight_decay=0.1, backend=backend) for bag in (alone, sharded)]
@@ -239,7 +238,7 @@ def test_changing_storage(kind: Kind, backend: str) -> None:
 @for_every(("state_dtype", "dim", "backend"), itertools.product(("int8", "int4"), (0, 1), BACKENDS))
 @ranks(2)
 def test_experts(state_dtype: str, dim: int, backend: str) -> None:
-    """Blocks are within rows of the matrices that are factored, so that shards of whole rows have the same ones."""
+    """Blocks are within rows of the factored matrices, so shards of whole rows have the same blocks."""
     shapes = {"experts": (5, 41, 30)}
     alone, sharded = Bag(shapes, torch.float32), Bag(shapes, torch.float32)
     distributed(Shard(dim), sizes=(dist.get_world_size(),))(sharded)
@@ -263,10 +262,10 @@ def test_experts(state_dtype: str, dim: int, backend: str) -> None:
 @for_every(("kind", "options"), [(Lamb, {"max_grad_norm": 0.1}), (Came, {})])
 @ranks(2)
 def test_tensor_parallel(kind: Kind, options: Mapping[str, Any]) -> None:
-    """Seven hidden units on two ranks train forward and backward with torch's own plan."""
+    """Seven hidden units on two ranks train with torch's plan for tensor parallelism."""
     inputs, alone = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), mlp()
     sharded = mlp()
-    # Without use_local_output=False a rank does not know how many units the other has (torch 2.13).
+    # Without use_local_output=False, torch 2.13 loses the number of units on the other rank.
     plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
     parallelize_module(sharded, mesh(dist.get_world_size()), plan)
     assert all(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in sharded[0].parameters())
@@ -293,7 +292,7 @@ CHECKPOINTED = {
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpoints(name: str, tmp_path: Path) -> None:
-    """Two ranks save, and any number of ranks loads, with the same result."""
+    """Two ranks save, and any number of ranks loads with the same result."""
     saves(name, tmp_path)
     for layout in ("plain", "fsdp", "fsdp-4", "hybrid"):
         loads(layout, name, tmp_path)
@@ -316,11 +315,11 @@ def checkpoint(layout: str, run: Run, seed: int) -> tuple[Bag, Optimizer, dict[s
 
 @ranks(2)
 def saves(name: str, folder: Path, in_background: bool = False) -> None:
-    """Save, and record the result of later steps, which a save in the background does not contain."""
+    """Save, and record the result of later steps; a save in the background must not contain them."""
     run = CHECKPOINTED[name]
     bag, optimizer, state = checkpoint("fsdp", run, seed=0)
     if in_background:
-        own = dist.new_group()  # in the group of all ranks, its thread would interfere with the steps' sums
+        own = dist.new_group()  # in the group of all ranks, its thread would interfere with sums of steps
         written = async_save(state, checkpoint_id=folder / "checkpoint", process_group=own)
     else:
         save(state, checkpoint_id=folder / "checkpoint")
@@ -374,7 +373,7 @@ ROUNDS = [
 
 @pytest.mark.parametrize(("backend", "case"), ROUNDS, indirect=["backend"])
 def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result is equal to the bit on compiled backends, where both run the same arithmetic."""
+    """Results are equal bit for bit on compiled backends, where both run the same arithmetic."""
     whole, shards = BY_ID[case].parameters(), BY_ID[case].parameters()
     optimizer_runs.advance(BY_ID[case], whole, BY_ID[case].optimizer(whole, backend=backend), range(3))
     monkeypatch.setattr(kernels.kernel(backend, BY_ID[case].kind.algorithm.name), "step", in_rounds)
@@ -384,10 +383,10 @@ def test_rounds_are_a_step(backend: str, case: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rounds_are_a_step_for_large_tensors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads share these tensors, and a step keeps only a part of their u."""
+    """All threads share the tensors, and a step keeps a part of their u."""
     if not kernels.status()["cpu"].available:
         pytest.skip(kernels.status()["cpu"].detail)
-    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # restored after the test, since digests sets it
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", str(threads))  # digests sets it; monkeypatch restores it
     whole = training_digests.digests(threads)
     monkeypatch.setattr(kernels.kernel("cpu", "lamb"), "step", in_rounds)
     assert training_digests.digests(threads) == whole

@@ -1,6 +1,6 @@
-"""Random and damaged layouts of flat tensors: whole ones are accepted, and what is refused is refused on every rank.
+"""Random and damaged layouts of flat tensors: whole ones are accepted, and an error is raised on every rank.
 
-The ranks are a list here; tests/distributed/test_flat.py has them as processes.
+The ranks are a list; tests/distributed/test_flat_ranks.py runs them as processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rank = list[list[Fragment]]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[Rank]:
-    """Return the layout of each rank, which together hold whole parameters, with padding."""
+    """Draw a layout for each rank; together they hold whole parameters, with padding."""
     ranks: list[Rank] = [[[] for _ in range(draw(st.integers(1, 3)))] for _ in range(draw(st.integers(1, 4)))]
     ends = [[0] * len(its) for its in ranks]
     for index, shape in enumerate(draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5))):
@@ -42,7 +42,7 @@ def layouts(draw: st.DrawFn) -> list[Rank]:
 
 
 def joined(ranks: Sequence[Any]) -> list[FlatParams | str]:
-    """Return for each rank the parameters that it finds, or its error."""
+    """Return the parameters of each rank, or its error."""
     sent: list[Any] = []
 
     class SentError(Exception):

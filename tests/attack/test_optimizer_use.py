@@ -62,7 +62,7 @@ class OptimizerUse(RuleBasedStateMachine):
         if options.get("state_dtype") == "int8" and options.get("second_moment") == "amsgrad":
             del options["second_moment"]
         if options.get("state_dtype") == torch.bfloat16 and options.get("betas") == (0.9, 0.0, 0.0):
-            del options["betas"]  # all u are 1 or -1, and elements of the momentum are ties together
+            del options["betas"]  # all u are 1 or -1, so elements of the momentum reach ties together
         case = Case(f"use-{key}", options, LEAVES, dtype=precision[0]).of(kind)
         self.backend = backend if case.runs_on(backend) else "foreach"
         self.case, self.steps = case, 0
@@ -104,7 +104,7 @@ class OptimizerUse(RuleBasedStateMachine):
             set_gradients(self.parameters, gradients)
             self.optimizer.step()
             set_gradients(self.twins, [None if g is None else g.double() for g in gradients])
-            self.twin.step()  # creates state, as the step of the other optimizer does
+            self.twin.step()  # creates state, like the step of the other optimizer
             assert all(a.equal(b) for a, b in zip(self.parameters, before, strict=True)), "a bad step has written"
 
     @rule(which=st.integers(0, 4))
@@ -124,7 +124,7 @@ class OptimizerUse(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 4), factor=st.sampled_from([0.0, 0.5, 2.0]))
     def write(self, which: int, factor: float) -> None:
-        """Write into a parameter, as a program does that reinitialises a layer."""
+        """Write into a parameter, like a program that reinitialises a layer."""
         with torch.no_grad():
             self.parameters[which % len(self.parameters)].mul_(factor)
 
@@ -144,13 +144,13 @@ class OptimizerUse(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(["momentum", "nesterov", "initial_momentum", "tags"]))
     def write_a_key(self, key: str) -> None:
-        """Write what tools do, into the groups of one of the two."""
+        """Write a key of other tools into the groups of one of the two optimizers."""
         for group in self.optimizer.param_groups if key not in self.optimizer.algorithm.options else ():
             group[key] = 0.9
 
     @rule()
     def exchange_states(self) -> None:
-        """Exchange the states of two parameters, as a program does that exchanges two layers."""
+        """Exchange the states of two parameters, like a program that exchanges two layers."""
         for optimizer, parameters in ((self.optimizer, self.parameters), (self.twin, self.twins)):
             first, second = parameters[2:4]
             if first in optimizer.state and second in optimizer.state:
@@ -176,7 +176,7 @@ class OptimizerUse(RuleBasedStateMachine):
 
     @rule()
     def load(self) -> None:
-        """Load the state dict into a new optimizer, as a restarted program does."""
+        """Load the state dict into a new optimizer, like a restarted program."""
         before = self.everything()
         optimizer = self.fresh()
         optimizer.load_state_dict(saved_and_loaded(self.optimizer.state_dict()))

@@ -1,4 +1,4 @@
-"""Random loops with TailOverlap equal those of DistributedDataParallel without it, bit for bit.
+"""Random loops with TailOverlap equal DistributedDataParallel without it, bit for bit.
 
 A group of one process has the same buckets and hooks as one of several, and a failure can be shrunk.
 """
@@ -25,7 +25,7 @@ from tests.support.processes import group_of_one
 WIDTH = 6
 LAYERS = ("linear", "shared", "norm", "double", "frozen")
 ACTIONS = ("accumulate", "no-grad", "retain", "synchronize", "clip", "drop", "hook", "load", "fail", "inf", "keep")
-"""What a loop does between two steps: accumulate and retain before the last backward(), the others after it."""
+"""Actions between two steps: accumulate and retain before the last backward(), the others after it."""
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "lamb": lambda params: Lamb(params, lr=0.01, weight_decay=0.1),
@@ -66,7 +66,7 @@ class Setup:
     optimizer: str
     scaled: bool
     outside: bool
-    """Whether the optimizer holds a parameter that is not the model's."""
+    """Whether the optimizer holds a parameter outside the model."""
 
 
 class Loop:
@@ -132,7 +132,7 @@ class Loop:
             self.overlap.step()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield weights and state; a skipped first step may have created zeros, which a later one would."""
+        """Yield weights and counted state; a skipped first step may have created zeros in one of the loops."""
         for param in self.params:
             yield param.detach()
             state = self.optimizer.state.get(param, {})
@@ -161,9 +161,9 @@ SETUPS = st.builds(
 @given(SETUPS, st.lists(st.frozensets(st.sampled_from(ACTIONS), max_size=4), min_size=1, max_size=5))
 def test_random_loops(setup: Setup, iterations: list[frozenset[str]]) -> None:
     loops = [Loop(setup, overlaps) for overlaps in (True, False)]
-    # torch asserts that the first backward() of a static graph is a synchronized one, and that none is repeated.
+    # torch asserts that the first backward() of a static graph is synchronized, and that none is repeated.
     never = {"accumulate", "retain"} if setup.static_graph else set()
-    # Without TailOverlap, optimizers of torch step in part, and a scaler skips, before an option is looked at.
+    # Without TailOverlap, torch's optimizers step in part, and a scaler skips, before options are checked.
     never |= {"fail"} if "lamb" not in setup.optimizer and setup.optimizer != "came" else set()
     # Unscaled gradients do not add up with scaled ones, and momentum without memory is not defined after a skip.
     never |= {"keep"} if setup.scaled else {"inf"}

@@ -11,7 +11,7 @@ from tests.support.cases import Case
 from tests.support.random_cases import cases
 
 ROUNDINGS = 4.0
-"""Factor of the tolerances: in tensors of few elements, rounding errors average out less than in those of the table."""
+"""Factor of the tolerances: rounding errors average out less in tensors with fewer elements than the table's."""
 
 
 @pytest.mark.parametrize("backend", ["foreach", "cpu"], indirect=True)

@@ -1,4 +1,4 @@
-"""A model on several devices, which fake tensors stand for: a clip, a scaler and the counts of skipped steps meet."""
+"""A model on several devices, simulated by fake tensors: a clip, a scaler and counts of skipped steps meet."""
 
 from __future__ import annotations
 

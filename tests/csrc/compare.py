@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 TOLERANCE = 1e-4
-"""A relative tolerance. Instruction sets differ in fused multiply-adds and in the order of sums: by 2e-6 so far."""
+"""A relative tolerance. Instruction sets differ in fused multiply-adds and in the order of sums, by up to 2e-6."""
 
 
 def figures(text: str) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """`python -m tests.csrc.cross [--wheels] [PLATFORM ...]` builds the C library, or wheels, for other platforms.
 
-It takes the library's steps where something here runs them, and compares the results with those of x86-64 Linux. It
-needs the packages cmake, wheel and ziglang, whose compiler builds for all of them, and what `RUNNERS` names.
+It runs steps of the library where a runner is installed, and compares the results with x86-64 Linux. It needs the
+packages cmake, wheel and ziglang, whose compiler builds for all platforms, and the programs in `RUNNERS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAGS = {
 }
 
 LEVELS = {"x86_64": ("2", "3"), "aarch64": ("0",)}
-"""The instruction sets to run; level 4 of x86-64 is what the other tests run on a machine that has it."""
+"""The instruction sets to run; the other tests run level 4 of x86-64 on a machine that supports it."""
 
 WINE = shutil.which("wine64", path=f"{os.environ['PATH']}{os.pathsep}/usr/lib/wine")
 QEMU = shutil.which("qemu-aarch64-static")
@@ -42,10 +42,10 @@ RUNNERS: dict[str, list[str | None]] = {
     "x86_64-windows-gnu": [WINE],
     "aarch64-macos": [None],
 }
-"""The platforms, with what runs a program of each: None for what is not installed."""
+"""The platforms, each with the command that runs its programs, or None if that is not installed."""
 
 RUNTIME = Path(sys.prefix) / "windows/Library/bin/libiomp5md.dll"
-"""The OpenMP runtime that torch has on Windows, from the package intel-openmp."""
+"""The OpenMP runtime that torch uses on Windows, from the package intel-openmp."""
 
 
 def options_of(platform: str) -> list[str]:
@@ -62,7 +62,7 @@ def options_of(platform: str) -> list[str]:
 
 
 def run(command: Sequence[str | Path], **variables: str) -> str:
-    """Run a command that must succeed, with these variables, and return what it prints."""
+    """Run a command that must succeed, with environment variables, and return its output."""
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -104,9 +104,9 @@ def wheel(platform: str) -> Path:
 
 
 def differing(program: Path, runner: list[str], level: str) -> list[str]:
-    """Return the names of the results that differ from those of x86-64 Linux, or between teams of threads."""
+    """Return the names of the results that differ from x86-64 Linux, or between teams of threads."""
     runtimes = [[], [RUNTIME]] if program.suffix == ".exe" else [[]]
-    # Wine 8 lacks a function with which the runtime looks where processors are.
+    # Wine 8 lacks a function with which the runtime locates processors.
     variables = {"WINEDEBUG": "-all", "WINEPREFIX": str(FOLDER / "wine"), "KMP_AFFINITY": "disabled"}
     found = [run([*runner, program, level, *runtime], **variables) for runtime in runtimes]
     names = differences((HERE / "steps.expected").read_text(), found[0])

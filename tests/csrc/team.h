@@ -1,4 +1,4 @@
-/* A team of POSIX threads that replaces OpenMP's, or that of a runtime for Windows, and a check for the drivers. */
+/* A team of POSIX threads, or the OpenMP team of a runtime for Windows, and a check for the drivers. */
 #ifndef BIGHORN_TESTS_TEAM_H
 #define BIGHORN_TESTS_TEAM_H
 
@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
-#if defined(_WIN32) /* without windows.h, which has an INT8 of its own */
+#if defined(_WIN32) /* without windows.h, which defines another INT8 */
 __declspec(dllimport) void *__stdcall LoadLibraryA(const char *);
 __declspec(dllimport) void *__stdcall GetProcAddress(void *, const char *);
 #endif

@@ -1,4 +1,4 @@
-"""Counts the calls of torch that give the stand-in something to do."""
+"""A counter of the calls of torch that give the stand-in work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ VIEWS = {
     *("squeeze", "unsqueeze", "detach", "alias", "unbind", "_unsafe_view", "_reshape_alias", "unfold"),
     *("empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"),
 }
-"""Operations that give the device nothing to do."""
+"""Operations that give the device no work."""
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts calls of torch that give the device something to do; a call for a list of tensors is one."""
+    """Counts calls of torch that give the device work; a call for a list of tensors counts once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

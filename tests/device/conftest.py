@@ -1,4 +1,4 @@
-"""Tests with a `device` that the stand-in is are called in a process that has it."""
+"""Calls tests of the stand-in device in a process that has registered it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Call a test where the device is."""
+    """Call a test in the process of its device."""
     device = pyfuncitem.funcargs.get("device")
     if not isinstance(device, Device) or not device.is_stand_in:
         return None

@@ -1,7 +1,7 @@
 """The devices whose trainings must equal the CPU's: the stand-in in each of its modes, torch_xla and a GPU.
 
-With another accelerator, `torch.accelerator`, pinned memory and seeds would mean other things to all other tests, so
-that each mode of the stand-in has a process of its own, in which `conftest.py` calls the tests of the mode.
+Another accelerator changes `torch.accelerator`, pinned memory and seeds for all tests of a process, so each mode of the
+stand-in has a separate process, in which `conftest.py` calls the tests of the mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Test = TypeVar("Test", bound=Callable[..., object])
 
 
 class Device(NamedTuple):
-    """A device, the backend that steps there, and the relative error that another order of sums makes."""
+    """A device, its backend, and the relative error of another order of sums."""
 
     name: str
     type: str
@@ -83,17 +83,17 @@ def on(*names: str) -> Callable[[Test], Test]:
 
 
 def begin(mode: str, **_: object) -> None:
-    """Give a process the stand-in; to ask what it has waits, once in a process, whichever test is the first."""
+    """Register the stand-in; the query of its capabilities waits once in a process, so it comes before any test."""
     stand_in.begin(mode)
     capabilities(torch.device("npu"))
 
 
 @contextmanager
 def without_waits(device: Device, knows: bool = True) -> Iterator[None]:
-    """Check that the host does not wait for a device in a block; one that XLA `knows` is a graph from before.
+    """Check that the host does not wait for a device in a block; a block that XLA `knows` compiles no graph.
 
-    XLA computes what is pending at both ends: with torch_xla 2.9, the state of AdamW after `clip_grad_norm_`, read
-    without a `sync`, is another tensor's.
+    XLA computes pending operations at both ends: with torch_xla 2.9, a read of AdamW's state after `clip_grad_norm_`
+    without a `sync` returns another tensor.
     """
     if device.is_stand_in and knows:
         with stand_in.counted() as found:
@@ -116,9 +116,9 @@ def without_waits(device: Device, knows: bool = True) -> Iterator[None]:
 
 
 class Graphs:
-    """What XLA did: graphs that it compiled, graphs in all, and operations that it computed on the host.
+    """Counts of XLA: compiled graphs, all graphs, and operations on the host.
 
-    It measures executions later, in another thread, so that their own metric is no count of a step.
+    XLA measures executions later, in another thread, so their metric does not count a step.
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,9 @@ def on_host(values: Any) -> Any:
 
 
 class Mirror:
-    """An optimizer of the device that looks like one of the CPU, so that the CPU's comparisons take it.
+    """An optimizer of the device with the interface of one of the CPU, for the CPU's comparisons.
 
-    A step sends the gradients, and nothing else; after it, the parameters and the state come back.
+    A step sends the gradients alone; after it, the parameters and the state are copied back.
     """
 
     def __init__(self, case: Case, parameters: Sequence[Parameter], backend: str) -> None:

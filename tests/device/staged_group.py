@@ -1,7 +1,7 @@
 """A process group for tensors on the stand-in: collectives of gloo on copies in the host's memory.
 
-torch gives gloo no tensors of such a device ("No backend type associated with device type npu"): an accelerator brings
-a backend of its own, as Ascend does HCCL.
+torch refuses gloo for tensors of such a device ("No backend type associated with device type npu"): an accelerator has
+its own backend, as Ascend has HCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BACKEND = "staged"
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Collectives that wait for the device, and are done when they return."""
+    """Collectives that wait for the device, and are complete when they return."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -84,7 +84,7 @@ def done(result: object) -> Any:
 
 
 def join(mode: str, rank: int, world: int, store: str) -> None:
-    """Give this process the stand-in, and make it a rank of the default process group."""
+    """Register the stand-in in this process, and make it a rank of the default process group."""
     stand_in.begin(mode)
     dist.Backend.register_backend(BACKEND, StagedGroup, devices=["npu"])
     dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=world)

@@ -1,4 +1,4 @@
-"""The stand-in accelerator of `stand_in.cpp` as torch's device "npu", in a process that has no other use for the key.
+"""The stand-in accelerator of `stand_in.cpp` as torch's device "npu".
 
 `library()` compiles it once into `build/device`; `begin()` registers it, for the rest of the process.
 """
@@ -26,7 +26,7 @@ CACHE = Path(__file__).parents[2] / "build" / "device"
 
 COMPLETE = "complete"
 MODES = (COMPLETE, "no float64", "float64 becomes float32")
-"""As most accelerators; as Apple's and Intel's consumer GPUs, with an error; as Ascend, with a warning."""
+"""float64 works, as on most accelerators; raises, as on Apple's and Intel's consumer GPUs; or warns, as on Ascend."""
 
 OLDEST_TORCH = (2, 13)
 """The oldest version of torch whose C++ interfaces `stand_in.cpp` was compiled with."""
@@ -54,7 +54,7 @@ def library() -> Path:
 
 
 def compile_into(path: Path) -> None:
-    """Compile in 13 s; without optimization it takes as long."""
+    """Compile, in 13 s with or without optimization."""
     libraries = cpp_extension.library_paths()
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         command = ["g++", "-std=c++20", "-shared", "-fPIC", "-O1", "-w", str(SOURCE), "-o", f"{folder}/stand_in.so"]
@@ -83,7 +83,7 @@ def begin(mode: str) -> None:
 
 
 class Stream(torch.Stream):
-    """A stream of the device, which its copies and operations do not differ by."""
+    """A stream of the device; copies and operations do not depend on it."""
 
     def __new__(cls, device: Any = "npu", **_: int) -> Any:
         return torch.Stream(device)
@@ -97,7 +97,7 @@ class Event(torch.Event):
 
 
 def device_module(loaded: Any) -> ModuleType:
-    """Return `torch.npu`, with what torch calls of a device's module."""
+    """Return `torch.npu`, with the functions that torch calls on a device's module."""
     module: Any = ModuleType("torch.npu")
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
@@ -124,7 +124,7 @@ def counts() -> Counter[str]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count what the device does in a block; the counter is filled at its end."""
+    """Count the device's operations in a block; the counter is filled at its end."""
     found: Counter[str] = Counter()
     _begun[0].stand_in_reset()
     yield found
@@ -132,12 +132,12 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that the device held since the last `counted()` began, beyond what it held then."""
+    """Return the peak memory of the device since the last `counted()` began, beyond the memory at its start."""
     return int(_begun[0].stand_in_peak())
 
 
 def waits(found: Counter[str]) -> dict[str, int]:
-    """Return those counts in which the host waited for the device, or sent from memory that it must wait for."""
+    """Return the counts of waits for the device, and of copies from memory for which the host must wait."""
     return {name: times for name, times in found.items() if name.startswith("wait") or name == PAGEABLE}
 
 

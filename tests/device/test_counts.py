@@ -1,4 +1,4 @@
-"""What the host does for a step on a device: it never waits, it sends nothing, and it calls torch a bounded number."""
+"""The host during a step on a device: it never waits, sends nothing, and makes a bounded number of calls of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.device.stand_in import COMPLETE, MODES
 
 Shapes = Sequence[tuple[int, ...]]
 
-# BERT's tensors without the pooler's, 197, with a width of 64, so that all are smaller than a piece.
+# BERT's 197 tensors without the pooler, with a width of 64: all are smaller than a piece.
 BERT: Shapes = tuple(
     tuple(min(size // 12, 1000) if size > 2 else size for size in shape) for shape in SHAPES["bert_base"]()
 )[:197]
@@ -81,7 +81,7 @@ ROWS = {
 
 
 def set_up(row: Row, shapes: Shapes) -> tuple[list[Parameter], Optimizer]:
-    """Return parameters and an optimizer that has its state."""
+    """Return parameters and an optimizer with its state."""
     params = [Parameter((torch.randn(shape) * 0.02).to("npu", row.dtype)) for shape in shapes]
     optimizer = row.make(params)
     new_gradients(params)
@@ -143,7 +143,7 @@ def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
 @on(COMPLETE)
 @pytest.mark.parametrize("name", ["adamw-of-torch", "lamb", "lamb-int8", "came", "lars"])
 def test_calls_of_torch_do_not_grow_with_tensors_or_their_size(name: str) -> None:
-    """Pieces that fit a CPU's cache were 4,829 calls of Lamb for the 152 tensors of ViT-S."""
+    """In pieces that fit a CPU's cache, Lamb made 4,829 calls for the 152 tensors of ViT-S."""
     few, large, many = (
         calls_of(name, shapes).total() for shapes in (((16, 1024),), ((2048, 1024),), ((16, 1024),) * 50)
     )
@@ -151,7 +151,7 @@ def test_calls_of_torch_do_not_grow_with_tensors_or_their_size(name: str) -> Non
 
 
 def temporaries(name: str, shapes: Shapes) -> int:
-    """Return the bytes of a step's temporaries at their peak."""
+    """Return the peak bytes of a step's temporaries."""
     _, optimizer = set_up(ROWS[name], shapes)
     optimizer.step()
     with stand_in.counted():
@@ -173,7 +173,7 @@ def test_temporaries_are_bounded(name: str) -> None:
 @on(COMPLETE)
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "adamw-of-torch"])
 def test_a_large_model_is_stepped_in_groups(name: str) -> None:
-    """A group's temporaries are those of its largest tensor and at most `GROUP_BYTES`, here of two tensors."""
+    """A group takes the temporaries of its largest tensor and at most `GROUP_BYTES`, which is two tensors here."""
     of_tensor = ROWS[name].temporary * ELEMENTS
     calls = calls_of(name, tuple(MATRICES)).total()
     with pytest.MonkeyPatch.context() as patch:

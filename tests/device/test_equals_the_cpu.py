@@ -40,7 +40,7 @@ from tests.support.processes import group_of_one
 
 
 def missing(net: nn.Module, optimizer: Any, device: Device) -> None:
-    """Each set of gradients is a graph of its own for XLA, which has none in which a tensor may be absent."""
+    """Each set of gradients is a separate graph of XLA, whose graphs have no optional tensors."""
     for step, leave_out in enumerate([None, None, 1, 1, None, 1, None]):
         set_gradients(net, step, leave_out=leave_out)
         with without_waits(device, step > 4):
@@ -56,7 +56,7 @@ def huge(net: nn.Module, optimizer: Any, device: Device) -> None:
 
 def scaled(name: str) -> Loop:
     def loop(net: nn.Module, optimizer: Any, device: Device) -> None:
-        """One step overflows; the graph of a step is the same whether it does or not."""
+        """One step overflows, with the same graph as the other steps."""
         scaler = SCALERS[name](device.type)
         waits = name != "scaler" or isinstance(optimizer, torch.optim.AdamW)
         for step in range(STEPS):
@@ -149,7 +149,7 @@ def test_a_clip_over_two_devices(device: Device, kind: Kind) -> None:
 @pytest.mark.parametrize("options", ["plain", "int8"])
 @pytest.mark.parametrize("route", ["there-there", "there-cpu", "cpu-there"])
 def test_checkpoints(device: Device, kind: Kind, route: str, options: str) -> None:
-    """A run that moves in the middle ends where one ends that stayed on the CPU."""
+    """A run that is saved, and loaded on the same or another device, ends like a run on the CPU."""
     first, second = (device if each == "there" else CPU for each in route.split("-"))
     nets = network(first), network(second), network(CPU)
     before, after, still = (
@@ -242,7 +242,7 @@ def test_offload(device: Device, overlap: Overlap, name: str) -> None:
 @on(*MODES, "gpu")
 @pytest.mark.parametrize("options", ["plain", "skip", "int8"])
 def test_fsdp2_of_one_rank(device: Device, kind: Kind, options: str) -> None:
-    """Gloo, which moves nothing for one rank, reads no memory of the stand-in."""
+    """With one rank, gloo copies nothing, so it reads no memory of the stand-in."""
     alone, sharded = (network(each, last=lambda: nn.Linear(90, 3)) for each in (CPU, device))
     theirs = optimizer_of(kind, alone, CPU, **OPTIONS[options])
     plain(alone, theirs, CPU)

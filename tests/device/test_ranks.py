@@ -1,4 +1,4 @@
-"""Four ranks on the stand-in end where one process on the CPU does."""
+"""Trainings of four ranks on the stand-in end like one process on the CPU."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.process, pytest.mark.skipif(why_absent() is not None, 
 
 
 def last() -> nn.Module:
-    """Return a layer whose rows of three, and whose bias of three, leave the last of four ranks nothing."""
+    """Return a layer with three rows and a bias of three; the last of four ranks has none of either."""
     return nn.Linear(90, 3)
 
 
 class Given(nn.Module):
-    """A network whose loss has given gradients; its output has no part in them."""
+    """A network whose loss has given gradients, independent of its output."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def rows() -> list[Any]:
 @pytest.mark.parametrize(("mode", "way", "options"), rows())
 @ranks(4, set_up=lambda mode, **_: (staged_group.join, mode))
 def test_ranks_are_one_process(mode: str, way: str, options: str, kind: Kind) -> None:
-    """Pairs of ranks have other gradients, whose mean is that of the CPU's training."""
+    """Pairs of ranks have different gradients; their mean is the gradient on the CPU."""
     device = Device(mode, "npu")
     rank, alone, model = dist.get_rank(), network(CPU, last=last), Given(device)
     plain(alone, optimizer_of(kind, alone, CPU, **OPTIONS[options]), CPU)

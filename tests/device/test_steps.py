@@ -52,7 +52,7 @@ FURTHER: dict[str, tuple[float, float, dict[str, Any]]] = {
 @pytest.mark.parametrize("backend", ["foreach", "reference"])
 @pytest.mark.parametrize("extreme", FURTHER)
 def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: str) -> None:
-    """These values are in float32's range, but their squares, or the sum of these, are not."""
+    """The values are in float32's range, but their squares, or the sums of squares, are not."""
     weight, gradient, options = FURTHER[extreme]
     x, g = weight * torch.randn(100), gradient * (torch.rand(100) - 0.3)
     found = []
@@ -85,7 +85,7 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, kind: Kind, backend: st
     indirect=["kind"],
 )
 def test_sums_and_powers_in_float32(kind: Kind, options: dict[str, Any]) -> None:
-    """1 - beta is computed in Python; as a difference of tensors it put foreach 8.8e-6 off after three steps."""
+    """1 - beta is computed in Python; a difference of tensors made foreach differ by 8.8e-6 after three steps."""
 
     def trained(device: str, backend: str) -> Tensor:
         param = Parameter(torch.linspace(-1, 1, 40 * 30).view(40, 30).to(device))
@@ -102,7 +102,7 @@ def test_sums_and_powers_in_float32(kind: Kind, options: dict[str, Any]) -> None
 
 @on("xla")
 def test_what_xla_has() -> None:
-    """Tensors have no address there; a step that asked for one found every storage freed."""
+    """Tensors have no address on XLA; a step that read it reported every storage as freed."""
     found = capabilities(torch.device("xla:0"))
     assert (found.float64, found.bfloat16, found.addresses) == (True, True, False)
 

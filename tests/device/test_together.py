@@ -1,4 +1,4 @@
-"""Tensors that a device computes together get the values that a CPU computes for each by itself, to the last bit."""
+"""Tensors that a device steps together equal, bit for bit, tensors that the CPU steps one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISSING, NOT_FINITE = 2, 3
 
 
 def stepped(device: str, dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
-    """Return parameters and state after some steps without norms, whose last bits depend on the order of sums."""
+    """Return parameters and state after steps without norms, since their last bits depend on the order of sums."""
     random = torch.Generator().manual_seed(1)
     params = [Parameter(torch.randn(shape, generator=random).to(device, dtype)) for shape in SHAPES]
     params += [
@@ -55,7 +55,7 @@ def stepped(device: str, dtype: torch.dtype, options: dict[str, Any]) -> list[Te
 def test_tensors_together_are_what_they_are_alone(way: str, skip: bool) -> None:
     dtype, options = WAYS[way]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LambGroup, "fuses", False)  # torch's fused Adam rounds otherwise
+        patch.setattr(LambGroup, "fuses", False)  # torch's fused Adam rounds differently
         ours, theirs = (stepped(device, dtype, {**options, "skip_nonfinite": skip}) for device in ("npu", "cpu"))
     assert len(ours) == len(theirs)
     for i, (our, their) in enumerate(zip(ours, theirs, strict=True)):

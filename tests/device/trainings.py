@@ -1,6 +1,6 @@
 """Trainings of a small network with given gradients, on any device.
 
-The gradients of a backward through matrices have other last bits on each device, of which CAME makes a thousandth of a
+Gradients of a backward through matrices have other last bits on each device, from which CAME makes a thousandth of a
 step.
 """
 
@@ -21,10 +21,10 @@ from tests.support.optimizer_runs import figures
 
 STEPS = 5
 STEADY = 2
-"""The first step after those that create the state, and find it on the device."""
+"""The first step after the state was created and found on the device."""
 
 Loop = Callable[[nn.Module, Any, Device], Any]
-"""Trains, and returns the optimizer that has the state if it is another one."""
+"""Trains, and returns the optimizer with the state if it is another one."""
 
 SMALL: dict[str, Any] = {"min_8bit_size": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,7 @@ def set_gradients(net: nn.Module, step: int, factor: float = 1.0, leave_out: int
 
 
 def loss_of(net: nn.Module, step: int, factor: float = 1.0) -> Any:
-    """Return a loss with the gradients of a step; the network's output has no part in them."""
+    """Return a loss with the gradients of a step, independent of the network's output."""
     first = next(net.parameters())
     loss = 0 * net(torch.ones(4, 9).to(first.device, first.dtype)).square().mean()
     for param, grad in zip(net.parameters(), gradients(net, step), strict=True):
@@ -96,7 +96,7 @@ def plain(net: nn.Module, optimizer: Any, device: Device, steps: Iterable[int] =
 
 
 def results(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return weights, state and telemetry on the CPU; a compensated weight is the value that it stands for."""
+    """Return weights, state and telemetry on the CPU; a compensated weight includes its compensation."""
     found: dict[str, Tensor] = {}
     for name, param in net.named_parameters():
         state = {key: value.cpu() for key, value in optimizer.state[param].items() if isinstance(value, Tensor)}
@@ -119,7 +119,7 @@ CLOSE = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], rtol: float, coded: bool = False) -> None:
-    """Check that tensors agree; one code in 50 may be its neighbour, by which a weight of `coded` state moves."""
+    """Check that tensors agree; one code in 50 may be its neighbour, which moves a weight of `coded` state."""
     assert ours.keys() == theirs.keys()
     for name, our in ours.items():
         their = theirs[name]
@@ -142,7 +142,7 @@ def assert_equals_the_cpu(
     dtype: torch.dtype = torch.float32,
     coded: bool = False,
 ) -> None:
-    """Check that a training ends on a device as on the CPU, and somewhere else than it began."""
+    """Check that a training moves the weights, and ends on a device as on the CPU."""
     ends = []
     for each in (CPU, device):
         net = network(each, dtype)

@@ -1,4 +1,4 @@
-"""`grad_centralization` on every backend, against a step whose gradients a program has centred."""
+"""`grad_centralization` on every backend equals a step with gradients that were centred before."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gradients(dtype: torch.dtype) -> list[Tensor]:
 def test_a_step_equals_that_of_gradients_centred_before(
     kind: Kind, backend: str, dtype: torch.dtype, stacked: bool, centralization: Any, options: dict[str, Any]
 ) -> None:
-    """A clip is by the norm of the gradients themselves."""
+    """Clipping uses the norm of the gradients before they are centred."""
     torch.manual_seed(2)
     params = [Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     exact = [Parameter(p.detach().double()) for p in params]
@@ -62,7 +62,7 @@ def test_a_step_equals_that_of_gradients_centred_before(
         set_gradients(exact, [scale * centred(g, stacked, 3 if centralization == "conv" else 2) for g in grads])
         optimizer.step()
         true.step()
-    # An element whose centred gradient is about 0 is divided by about its own size in LAMB's first step.
+    # LAMB's first step divides a centred gradient of about 0 by about its own size.
     close = 2e-5 if dtype == torch.float32 else 2**-6
     for shape, p, q in zip(SHAPES, params, exact, strict=True):
         apart = (p.double() - q.detach()).abs() > close * (q.detach().abs() + 0.1)

@@ -100,7 +100,7 @@ def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> None:
-    """It holds for LAMB's moments and for CAME's momentum, whose other averages stay in float32."""
+    """The dtype applies to LAMB's moments and CAME's momentum; CAME's other averages stay in float32."""
     case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype).of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
@@ -135,7 +135,7 @@ def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [20, 6])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, width: int, stacked: bool) -> None:
-    """Earlier versions kept 256 codes of an index of dim 0 with one scale, whatever matrices `last_two` had there."""
+    """Earlier versions had one scale for 256 codes of an index of dim 0, independent of the matrices of `last_two`."""
     shape = (2, 2, 3, width) if stacked else (2, 3, width)
     outer = shape[: 1 + stacked]
     parameter = Parameter(torch.ones(shape))
@@ -152,7 +152,7 @@ def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, 
     saved["state"][0] |= {"exp_avg": stored, "exp_avg_scale": scales}
     optimizer.load_state_dict(saved_and_loaded(saved))
     state = optimizer.state[parameter]
-    if width < 8:  # of so short rows, scales would take as many bytes as codes
+    if width < 8:  # scales of so short rows would take as many bytes as codes
         assert "exp_avg_scale" not in state
         torch.testing.assert_close(state["exp_avg"], values)
     else:
@@ -200,7 +200,7 @@ SCHEDULED: dict[str, float] = {
 
 
 def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
-    """These keys are in groups, and therefore in checkpoints and in groups for another optimizer."""
+    """The keys are in groups, and therefore in checkpoints and in groups for another optimizer."""
     net = model()
     groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
     optimizer = kind(groups, lr=0.1)
@@ -212,7 +212,7 @@ def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
 
 
 def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
-    """The groups contain everything that is needed for that."""
+    """The groups contain the state of the schedule."""
 
     def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
         optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
@@ -246,7 +246,7 @@ def test_load_state_dict_hooks_still_run(kind: Kind) -> None:
 
 
 def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(kind: Kind, backend: str) -> None:
-    """DCP makes the state by a step at lr = 0 with zero gradients."""
+    """DCP creates the state by a step at lr = 0 with zero gradients."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     net, untouched = model(), model()
@@ -275,7 +275,7 @@ def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind
 
 
 def test_a_parameter_that_joins_later_is_initialised_without_a_step(kind: Kind, backend: str) -> None:
-    """Torch's dummy step once counted for a parameter that joined later, whose first step was then the second."""
+    """Torch's dummy step once counted for a parameter that joined later: its first step was then the second."""
     params, others = ([Parameter(torch.linspace(1, 2, 6).view(2, 3)) for _ in range(2)] for _ in range(2))
     optimizer, twin = (
         kind([{"params": each}, {"params": [late]}], lr=lambda step: 0.1 / (step + 1), backend=backend)
@@ -306,7 +306,7 @@ def test_a_parameter_that_joins_later_is_initialised_without_a_step(kind: Kind, 
 
 
 def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
-    """As a warm-up from 0 takes it: the moments and the count move, the parameters do not."""
+    """A warm-up from 0 takes such a step: moments and counts change, and parameters do not."""
     net, untouched = model(), model()
     own: dict[str, Any] = {"lr_in_momentum": False} if kind is Lars else {}
     optimizer = kind(net.parameters(), lr=0.0, weight_decay=0.1, backend=backend, **own)
@@ -353,7 +353,7 @@ def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, bac
 def test_a_distributed_checkpoint_of_parameters_that_were_never_trained(
     way: str, flatten: bool, kind: Kind, tmp_path: Path
 ) -> None:
-    """docs/sharding.md has the options by which torch loads them."""
+    """docs/sharding.md has the options with which torch loads them."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict import (

@@ -1,4 +1,4 @@
-"""What an optimizer says of itself: its repr, explain(), telemetry as a table, and dir()."""
+"""Descriptions of an optimizer: its repr, explain(), telemetry as a table, and dir()."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_repr_shows_what_differs_from_the_defaults() -> None:
         {"params": net[2].parameters(), "weight_decay": 0.1, "adapt": False},  # type: ignore[index]
     ]
     optimizer = Lamb(groups, lr=Cosine(0.1, 9), betas=(0.8, 0.99), max_grad_norm=1.0, state_dtype=torch.bfloat16)
-    optimizer.param_groups[0]["initial_momentum"] = 3  # a framework's own key
+    optimizer.param_groups[0]["initial_momentum"] = 3  # a framework's key
     head, first, second = repr(optimizer).splitlines()
     assert head == "Lamb(max_grad_norm=1.0)"
     assert first == (

@@ -1,6 +1,6 @@
-"""What may happen between two steps, with each kind of storage: an optimizer goes on as a new one with its state does.
+"""Events between two steps, with each kind of storage: an optimizer continues like a new one with its state.
 
-A plan that does not notice an event would read memory, values or options of before.
+A plan that misses an event would read old memory, values or options.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def changed_state(optimizer: Optimizer, params: list[Parameter]) -> None:
 
 
 def exchanged_states(optimizer: Optimizer, params: list[Parameter]) -> None:
-    """As by a user who swaps two layers; a plan once kept the old pairs, since the states are in the same order."""
+    """A user swaps two layers; a plan once kept the old pairs, since the states are in the same order."""
     states = [optimizer.state.pop(param) for param in params]
     optimizer.state.update(zip([params[0], params[2], params[1], *params[3:]], states, strict=True))
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other optimizers: the run continues as with its optimizer, and the warning reports the conversion.
+"""Checkpoints of other optimizers: the run continues as under its optimizer, and a warning reports the conversion.
 
 The file also tests the version of bighorn's own checkpoints.
 """
@@ -50,12 +50,12 @@ class Run:
     kind: Kind = Lamb
     options: Mapping[str, Any] = field(default_factory=dict)
     says: tuple[str, ...] = ()
-    """The words of the note besides the peer's name."""
+    """The text of the note after the peer's name."""
     absent: str | None = None
     without: tuple[str, ...] = ()
     """Options that the checkpoint sets and that some backends do not support."""
     counted: int = 3
-    """The steps that the checkpoint tells."""
+    """The step count in the checkpoint."""
 
 
 def timm(**options: Any) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -413,7 +413,7 @@ def test_an_option_of_timm_without_a_counterpart_is_refused() -> None:
 
 
 def test_a_state_without_an_entry_of_ours_is_refused(kind: Kind) -> None:
-    """Such entries were once kept and ignored, without a word."""
+    """Such entries were once silently kept and ignored."""
     param = Parameter(torch.ones(3))
     optimizer = kind([("w", param)], lr=0.1)
     saved = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": optimizer.state_dict()["param_groups"]}

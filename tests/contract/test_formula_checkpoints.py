@@ -1,4 +1,4 @@
-"""Checkpoints of optimizers that cannot be installed here: their published formulas take the steps before and after."""
+"""Checkpoints of optimizers that cannot be installed here: published formulas take the steps before and after."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPED_STEPS = "each group's count of steps is its parameters' own"
 
 
 def note(optimizer: Optimizer, state: dict[str, Any]) -> str:
-    """Load a checkpoint of another optimizer, and return the words of the warning."""
+    """Load a checkpoint of another optimizer, and return the text of the warning."""
     with pytest.warns(ConvertedStateWarning) as caught:
         optimizer.load_state_dict(state)
     (warning,) = caught

@@ -1,4 +1,4 @@
-"""Gradient release gives the same run bit for bit without keeping gradients, and refuses what it does not support."""
+"""Gradient release takes the same steps bit for bit without keeping gradients, and refuses unsupported uses."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def test_a_training(kind: Kind) -> None:
 
 @pytest.mark.parametrize("protocol", ["sd-scripts", "OneTrainer", "flashoptim"])
 def test_hooks_of_other_trainers(protocol: str, kind: Kind) -> None:
-    """The steps, the schedule, the hooks and the telemetry are those of an ordinary run.
+    """Steps, schedule, hooks and telemetry equal an ordinary run.
 
-    sd-scripts and flashoptim never call `step()`, and pass groups that were there before a checkpoint was loaded.
+    sd-scripts and flashoptim never call `step()`, and pass groups that are older than a loaded checkpoint.
     """
     nets = network(), network()
     plain, released = (make(kind, net, lr=schedules.Cosine(0.1, 8)) for net in nets)
@@ -176,7 +176,7 @@ def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     loss_of(net, 0).backward()
-    assert most == 0  # each is freed before the next is complete
+    assert most == 0  # each gradient is freed before the next is complete
 
 
 def test_tied_weights_step_once(kind: Kind) -> None:
@@ -217,11 +217,11 @@ def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
     assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
 
 
-@pytest.mark.filterwarnings("ignore")  # of FSDP2, whose warnings do not concern these gradients
+@pytest.mark.filterwarnings("ignore")  # FSDP2's, which do not concern gradients
 @pytest.mark.process
 @ranks(2)
 def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
-    """A state that is saved asynchronously between two steps is also loaded and continued without release."""
+    """A state that is saved asynchronously between two steps also continues without release."""
 
     def network(sharded: bool) -> nn.Sequential:
         torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
     release_gradients(*released)
 
     def train(steps: range, net: Any, optimizer: Any) -> int:
-        """Return the reductions of the last step, without those of gradients."""
+        """Return the reductions of the last step, without reductions of gradients."""
         for step in steps:
             torch.manual_seed(step)
             data = torch.randn(4, 9, dtype=torch.float64)
@@ -249,12 +249,12 @@ def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
         return sum(count for op, count in counts.items() if "reduce" in op and "scatter" not in op)
 
     train(range(3), *whole)
-    assert train(range(3), *released) >= 4  # each parameter's own
+    assert train(range(3), *released) >= 4  # one for each parameter
     assert all(p.grad is None for p in released[0].parameters())
 
-    # A save that goes on beside the next steps holds what was there when it was asked for.
+    # A save that continues during the next steps contains the state at its start.
     model, state = get_state_dict(*released)
-    beside = dist.new_group(backend="gloo")  # messages of the world's group would mix with the training's
+    beside = dist.new_group(backend="gloo")  # in the default group its messages would mix with the training's
     saving = async_save({"model": model, "optimizer": state}, checkpoint_id=tmp_path, process_group=beside)
     train(range(3, 5), *released)
     assert isinstance(saving, Future)
@@ -270,7 +270,7 @@ def test_reduced_gradients_of_fsdp2(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_parameters_that_change_places_draw_the_bits_of_their_new_ones(kind: Kind) -> None:
-    """A plan of one parameter does not show that others stand before it now."""
+    """A plan of one parameter does not depend on its position, but its random bits do."""
     ends = []
     for alone in (False, True):
         params = [Parameter(torch.linspace(-1, 1, 1200).view(40, 30).bfloat16()) for _ in range(4)]
@@ -299,7 +299,7 @@ def test_it_can_be_undone(kind: Kind) -> None:
 
 
 def test_a_state_of_a_step_that_has_begun_can_be_loaded(kind: Kind) -> None:
-    """A program continues in this way after an error in the middle of a backward."""
+    """A program continues with this after an error in the middle of a backward."""
     net = network()
     optimizer = make(kind, net)
     release_gradients(net, optimizer)
@@ -338,7 +338,7 @@ def test_an_option_that_needs_all_gradients(option: dict[str, Any], kind: Kind) 
 
 @pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}], ids=str)
 def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any], kind: Kind) -> None:
-    """Torchtune's optimizer_in_bwd makes them, and a clip would be one of each tensor."""
+    """Torchtune's optimizer_in_bwd makes them; a clip would use the norm of each tensor alone."""
     net = network()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     made = {param: kind([param], lr=0.1, **option) for param in net.parameters()}

@@ -1,4 +1,4 @@
-"""Keys of parameter groups: those of frameworks are kept, saved and loaded; misspelt options are refused."""
+"""Keys of parameter groups: keys of frameworks are kept, saved and loaded; misspelt options are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FRAMEWORKS: dict[str, dict[str, Any]] = {
     "OneTrainer": {"unique_name": "unet", "optimizer_type": "came"},
     "others": {"requires_grad": True, "layer_decay": 0.75, "tags": ["a"], "nothing": None},
 }
-"""What frameworks write into groups, by framework."""
+"""Keys that frameworks write into groups, by framework."""
 
 MISSPELLINGS: dict[str, str] = {
     "weigth_decay": "weight_decay",
@@ -95,19 +95,19 @@ OWN = {
 
 
 def meant_by(kind: Kind) -> dict[str, str]:
-    """Return what misspelt names mean to an optimizer."""
+    """Return the options that misspelt names resemble."""
     return {name: meant for name, meant in MISSPELLINGS.items() if kind is not Lars or meant != "betas"} | OWN[kind]
 
 
 OTHERS = {"amsgrad": True, "fused": True, "foreach": True, "momentum": 0.9, "nesterov": True}
-"""Options of torch's optimizers, which would change nothing here."""
+"""Options of torch's optimizers that would have no effect here."""
 
 
 def stepping(kind: Kind, keys: dict[str, Any], late: bool) -> tuple[torch.nn.Module, Any]:
     net = model()
     given = {} if late else keys
     optimizer = kind([{"params": list(net.named_parameters()), **given}], lr=0.1)
-    optimizer.param_groups[0].update(lr=0.05, weight_decay=0.02)  # as the framework's scheduler
+    optimizer.param_groups[0].update(lr=0.05, weight_decay=0.02)  # like the framework's scheduler
     backward(net)
     if late:
         optimizer.step()
@@ -127,7 +127,7 @@ def test_keys_of_frameworks_are_kept_saved_and_loaded(framework: str, late: bool
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    without.load_state_dict(torch.load(file))  # an optimizer that knows nothing of these keys
+    without.load_state_dict(torch.load(file))  # an optimizer whose groups lack the keys
     assert {key: without.param_groups[0][key] for key in keys} == keys
     for each, own in ((optimizer, net), (without, plain), (copy.deepcopy(without), None)):
         assert {key: each.param_groups[0][key] for key in keys} == keys
@@ -264,7 +264,7 @@ def test_a_multiplier_must_be_a_number(kind: Kind) -> None:
 @pytest.mark.parametrize("keys", [{"lars_exclude": True}, {"LARS_exclude": True}, {"layer_adaptation": False}], ids=str)
 @pytest.mark.parametrize("kind", [Lamb, Lars], indirect=True)
 def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, bool], kind: Kind) -> None:
-    """They exclude from the trust ratio alone, as the LARS of OpenSelfSup and I-JEPA do; decay is the group's."""
+    """They exclude from the trust ratio alone, like the LARS of OpenSelfSup and I-JEPA; weight decay is unchanged."""
     runs = []
     for options in (keys, {"adapt": False}, {}, {key: not value for key, value in keys.items()}):
         param = Parameter(torch.ones(2, 3))

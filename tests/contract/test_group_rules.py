@@ -171,7 +171,7 @@ def test_the_report_wants_groups() -> None:
 
 
 def test_what_starts_at_zero_is_excluded_and_nothing_else() -> None:
-    """LAMB moves such a tensor by lr times its norm from the second step on, and the excluded one by about lr."""
+    """From the second step on, LAMB moves such a tensor by lr times its norm, and an excluded one by about lr."""
 
     def adapter() -> nn.Module:
         torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_a_scheduler_drives_groups_of_one_tensor_lr_apart(kind: Kind) -> None:
 
 
 def test_each_group_has_a_tensor_lr_of_its_own(kind: Kind) -> None:
-    """The first group keeps the caller's tensor, into which the caller may write."""
+    """The first group keeps the caller's tensor, since the caller may write into it."""
     lr, parameters = torch.tensor(0.1), copies([Parameter(torch.ones(2))] * 4)
     optimizer = kind([{"params": [p], "lr": lr} for p in parameters[:3]], lr=0.1)
     optimizer.add_param_group({"params": [parameters[3]], "lr": lr})

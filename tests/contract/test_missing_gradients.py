@@ -1,4 +1,4 @@
-"""Steps in which other parameters have no gradient each time: the plan is kept, and nothing else is written."""
+"""Steps in which different parameters lack a gradient: the plan stays, and no other parameter is written."""
 
 import random
 from collections.abc import Callable

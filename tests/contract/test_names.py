@@ -1,4 +1,4 @@
-"""Names of parameters are the same in every wrapper, and exclusions that match none of them are errors."""
+"""Names of parameters are the same in every wrapper, and an exclusion without a match is an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXCLUDED = ["bias", r"^1\."]
 
 
 class Holder(nn.Module):
-    """A module with a submodule that is really named `module` and, with `scale`, another parameter."""
+    """A module whose submodule is named `module`; with `scale`, it has another parameter."""
 
     def __init__(self, scale: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def sharded(net: nn.Module) -> nn.Module:
 
 
 class Forward(nn.Module):
-    """The names of a module that Lightning's Fabric has set up."""
+    """A module with the names of Lightning's Fabric."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.usefixtures("group")
 def test_a_wrapped_model_steps_as_the_plain_one(wrapper: str, given: str, kind: Kind) -> None:
-    """The README's pattern `^1\\.` once matched nothing in a wrapped model, without a message."""
+    """The README's pattern `^1\\.` once silently matched nothing in a wrapped model."""
     plain, wrapped = model(), WRAPPERS[wrapper](model())
     theirs, ours = trained(plain, kind, GIVEN[given](plain)), trained(wrapped, kind, GIVEN[given](wrapped))
     assert sorted(names_of(ours)) == sorted(names_of(theirs)) == sorted(NAMES)
@@ -168,7 +168,7 @@ def test_a_group_that_joins_later_loses_the_same_prefix(kind: Kind) -> None:
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.usefixtures("group")
 def test_a_model_that_is_all_one_module(wrapped: bool, kind: Kind) -> None:
-    """The names look like those of a wrapped model, and lose `module.` with and without a wrapper."""
+    """The names look like a wrapped model's, and lose `module.` with and without a wrapper."""
     net: nn.Module = Holder(scale=False)
     net = DistributedDataParallel(net) if wrapped else net
     assert names_of(kind(net.named_parameters(), lr=0.1)) == ["weight", "bias"]
@@ -258,7 +258,7 @@ def test_excluding_by_shape_in_one_word(form: str, given: Any, kind: Kind) -> No
 
 
 def test_exclusions_that_are_not_complained_about(kind: Kind, group: None) -> None:
-    """These are other spellings of a match, frozen parameters, and parameters of another pipeline stage."""
+    """They match in another spelling, or match frozen parameters, or parameters of another pipeline stage."""
     del group
     net = nn.ModuleDict({"dense": nn.Linear(4, 4), "LayerNorm": nn.LayerNorm(4)})
     kind(net.named_parameters(), lr=0.1, exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"])
@@ -282,7 +282,7 @@ def test_rules_have_the_names_of_the_bare_model() -> None:
 
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_an_empty_group_among_named_ones(empty_first: bool, kind: Kind) -> None:
-    """Hugging Face's Trainer makes such groups for LoRA, where no trained parameter decays."""
+    """Hugging Face's Trainer makes such groups for LoRA, since no trained parameter decays."""
     net = model()
     given: list[dict[str, Any]] = [{"params": list(net.parameters())}, {"params": [], "weight_decay": 0.1}]
     pairs: list[dict[str, Any]] = [{"params": list(net.named_parameters())}, {"params": []}]
@@ -406,7 +406,7 @@ def test_a_model_without_names_gets_none_from_a_checkpoint(kind: Kind) -> None:
 
 
 def test_a_distributed_checkpoint_of_reordered_parameters(kind: Kind) -> None:
-    """DCP has parameters in the model's order, and beside them the names in the order of the saved one."""
+    """DCP loads parameters in the model's order, and names in the order of the saved model."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     net, other = (nn.ParameterDict(named(names)) for names in ("qk", "kq"))

@@ -15,7 +15,7 @@ FORMS = (None, "int8", "int4")
 
 
 def largest_steps(form: Any, backend: str, small: float) -> float:
-    """Return the largest of 30 steps of an element, relative to lr, with one column of gradients of 1."""
+    """Return the largest of 30 steps of an element, relative to lr, beside a column of gradients of 1."""
     grad = torch.full((32, 256), small)
     grad[:, 0] = 1.0
     param = Parameter(torch.zeros(32, 256))
@@ -31,13 +31,13 @@ def largest_steps(form: Any, backend: str, small: float) -> float:
 
 @pytest.mark.parametrize("small", [1e-2, 1e-3, 1e-4])
 def test_an_element_beside_an_outlier_takes_no_larger_step(small: float, backend: str) -> None:
-    """Linear codes of the moment itself made it 14, 118 and 1,152 times as large (issue 67)."""
+    """Linear codes of the second moment made it 14, 118 and 1,152 times as large (issue 67)."""
     assert largest_steps(None, backend, small) == pytest.approx(1.0, abs=1e-5)
     assert largest_steps("int4", backend, small) < 3.0
 
 
 def loss_of(kind: Kind, form: Any, factor: float, **options: Any) -> float:
-    """Return the loss of a regression one of whose inputs is larger than the others, after 300 steps."""
+    """Return the loss of a regression after 300 steps; one input is larger than the others."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 256, generator=generator)
     inputs[:, 0] *= factor
@@ -72,7 +72,7 @@ def test_a_regression_with_one_larger_input(factor: float, name: str) -> None:
 
 @pytest.mark.long
 def test_came_in_4_bits_loses_beside_an_input_1_000_times_as_large() -> None:
-    """docs/precision-results.md says so, and recommends int8."""
+    """docs/precision-results.md reports the loss, and recommends int8."""
     float32, int8, int4 = (loss_of(Came, form, 1000.0, lr=0.01) for form in FORMS)
     assert int8 < 2 * float32
     assert 3 * float32 < int4 < 30 * float32

@@ -58,7 +58,7 @@ def test_names_for_bare_parameters(form: str, names: str, kind: Kind) -> None:
 
 
 def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
-    """Two groups with their own options equal two optimizers with those options."""
+    """Two groups with different options equal two optimizers."""
     together, apart = model(), model()
     groups = [
         {"params": together.first.parameters(), "lr": 0.1, "weight_decay": 0.3},
@@ -77,7 +77,7 @@ def test_a_group_overrides_the_defaults(kind: Kind, backend: str) -> None:
 
 
 def test_parameters_of_one_shape_step_as_each_does_alone(kind: Kind, backend: str) -> None:
-    """A plan derives what follows from shape, dtype and group once, for all parameters that share them."""
+    """A plan derives properties of shape, dtype and group once for all parameters that share them."""
     torch.manual_seed(7)
     drawn, gradient = torch.randn(12, 16), torch.randn(12, 16)
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float32)
@@ -98,7 +98,7 @@ def test_parameters_of_one_shape_step_as_each_does_alone(kind: Kind, backend: st
 
 
 def test_late_add_param_group(kind: Kind, backend: str) -> None:
-    """A parameter that joins late takes a first step, as in a separate optimizer."""
+    """A parameter that joins late takes a first step, like in a separate optimizer."""
     together, apart = model(), model()
     one = kind(together.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
     two = kind(apart.first.parameters(), lr=0.1, weight_decay=0.1, backend=backend)

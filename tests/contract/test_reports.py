@@ -1,4 +1,4 @@
-"""Reports change nothing: a run with every report at every point is the run without them, its errors included."""
+"""Reports change nothing: a run with every report at every point equals the run without, also in its errors."""
 
 from __future__ import annotations
 

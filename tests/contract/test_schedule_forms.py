@@ -49,7 +49,7 @@ def trained(steps: int, make: Callable[[list[Parameter]], torch.optim.Optimizer]
 
 
 def by_hand(steps: int, kind: Kind = Lamb, **options: Any) -> list[Tensor]:
-    """The same training with values written into the groups before each step."""
+    """Return the weights of the same training with values that are written into the groups before each step."""
     params = weights()
     optimizer = kind(params, lr=0.0, **{"weight_decay": 0.1, **options})
     for seed in range(steps):
@@ -126,7 +126,7 @@ def test_a_value_written_by_hand_holds_for_one_step_that_does_not_count() -> Non
 
 
 def test_a_resumed_schedule_goes_on_at_the_count_of_its_group() -> None:
-    """Which is below the count of its parameters, since a step with a value written by hand does not count."""
+    """The group's count is below its parameters' count, since a step with a written value does not advance it."""
     params, resumed = weights(), weights()
     optimizer = Lamb(params, lr=falling)
     step(params, optimizer, 0)
@@ -196,7 +196,7 @@ def test_a_copy_goes_on_where_the_schedule_was(name: str, way: str, tmp_path: An
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_torchs_distributed_checkpoint_moves_nothing(name: str) -> None:
-    """It makes a fresh optimizer step at lr 0 with gradients of zero, so that there is state to describe."""
+    """It creates the state of a fresh optimizer by a step at lr 0 with zero gradients."""
     model = torch.nn.Linear(6, 5)
     optimizer = SCHEDULES[name](list(model.parameters()))
     before = copy.deepcopy(model.state_dict())
@@ -243,7 +243,7 @@ def test_a_torch_scheduler_beside_a_schedule_is_refused() -> None:
     assert not optimizer.state
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("empty", [], ValueError, "lr.*empty|lr.*at least"),
@@ -317,7 +317,7 @@ def test_relative_step() -> None:
 
 
 def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> None:
-    """The k-th step takes the k-th value, as if they had been given to the constructor."""
+    """The k-th step takes the k-th value, like values of the constructor."""
 
     def written(params: list[Parameter]) -> torch.optim.Optimizer:
         optimizer = kind(params, lr=falling)
@@ -335,7 +335,7 @@ def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> 
 
 
 def test_a_step_that_fails_leaves_the_schedule_where_it_was(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Ctrl-C inside the kernels; the step that repeats it has the same rate, which no user has set."""
+    """After a Ctrl-C inside the kernels, the repeated step has the same rate, and it is not taken for a user's."""
     rates = []
     for fails in (False, True):
         param = Parameter(torch.ones(3, 2))

@@ -143,7 +143,7 @@ def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) ->
 
 @pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
 def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> None:
-    """Alternating sets of parameters step as each set alone, with any content of the plan cache."""
+    """Alternating sets of parameters step like each set alone, with any content of the plan cache."""
 
     def make() -> list[dict[str, Any]]:
         torch.manual_seed(4)
@@ -229,7 +229,7 @@ def test_gradients_written_in_place_between_steps(kind: Kind, backend: str) -> N
 def test_a_gradient_that_becomes_a_lazy_view_of_the_same_memory(
     numbers: str, max_grad_norm: float | None, kind: Kind, backend: str
 ) -> None:
-    """`z.conj()` and its imaginary part have the address and strides of `z`, but are negated on reading."""
+    """`z.conj()` and its imaginary part have the address and strides of `z`, but are negated when read."""
     z = torch.randn(6, dtype=torch.complex64)
     views = (z, z.conj(), z) if numbers == "complex" else (z.imag, z.conj().imag, z.imag)
     parameter = Parameter(torch.ones(6, dtype=views[0].dtype))
@@ -339,7 +339,7 @@ def test_gradients_are_let_go_after_the_step(skipped: bool, kind: Kind, backend:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_step_in_parts_is_a_step_to_the_last_bit(dtype: torch.dtype, kind: Kind, backend: str) -> None:
-    """Tensors are in other places of a backend's workspace then; found by make attack in float64."""
+    """In parts, tensors have other places in a backend's workspace; `make attack` found a difference in float64."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((33, 7), (5,), (3000,), (6, 1))]
     whole, parted = ([Parameter(value.clone()) for value in values] for _ in range(2))
@@ -357,7 +357,7 @@ def test_a_step_in_parts_is_a_step_to_the_last_bit(dtype: torch.dtype, kind: Kin
 @pytest.mark.parametrize("way", ["step", "step_in_parts", "step_param"])
 @pytest.mark.parametrize("saved", ["param", "exp_avg"])
 def test_a_graph_from_before_the_step_is_refused(saved: str, way: str, kind: Kind, backend: str) -> None:
-    """Kernels write behind autograd, which would compute gradients from the new values without an error."""
+    """Autograd does not track writes of kernels, and would silently compute gradients from the new values."""
     params = [Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2)]
     optimizer: Any = kind(params, lr=0.1, backend=backend)
 
@@ -405,7 +405,7 @@ def test_a_second_thread_is_refused_while_one_is_in_a_step(kind: Kind, backend: 
 
 
 def test_a_parameter_without_rows_whose_state_is_in_blocks(kind: Kind, backend: str) -> None:
-    """It once ended foreach's step in a ZeroDivisionError, after others had stepped."""
+    """foreach once raised ZeroDivisionError after other parameters had stepped."""
     params = [Parameter(torch.ones(16, 16)), Parameter(torch.empty(0, 128))]
     serves = "auto" if kind is Lars and backend == "cpu" else backend
     optimizer = kind(params, lr=0.1, state_dtype="int8", min_8bit_size=0, backend=serves)
@@ -446,7 +446,7 @@ def test_parameters_that_two_groups_exchange_have_the_options_of_their_new_group
 
 
 def test_a_replaced_parameter_is_freed(kind: Kind, backend: str) -> None:
-    """As by a framework that puts another tensor into a group: plans of the old one would keep its memory."""
+    """A framework replaces a tensor in a group; plans with the old one would keep its memory."""
     old = Parameter(torch.ones(4, 5))
     optimizer = kind([old], lr=0.1, backend=backend)
     old.grad = torch.ones(4, 5)

@@ -97,12 +97,12 @@ def test_parameters_that_move_onto_each_other_are_refused(kind: Kind, backend: s
 @pytest.mark.parametrize("way", ["moved", "loaded"])
 @pytest.mark.parametrize("shape", [(520, 512, 1, 1), (520, 1, 23, 23), (64, 48, 10, 10)], ids=str)
 def test_another_memory_format(shape: tuple[int, ...], way: str, kind: Kind, backend: str) -> None:
-    """Strides of dims of size 1 have no effect, yet they differ. Large tensors are processed in pieces."""
+    """Strides of dims of size 1 differ without effect. Large tensors are processed in pieces."""
     results = []
     for name in (backend, "reference"):
         torch.manual_seed(6)
         parameter = Parameter(torch.randn(shape))
-        # The first step of Came is 11 times as long, and so is its rounding error.
+        # Came's first step is 11 times as long as Lamb's, and so is its rounding error.
         lr = 0.01 if kind is Came else 0.1
         optimizer = kind([parameter], lr=lr, weight_decay=0.1, backend=name)
         for step in range(3):
@@ -127,7 +127,7 @@ EXTRAS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_else_lies_in_the_state_changes_nothing(extra: str, kind: Kind, backend: str) -> None:
-    """This holds for tensors within the workspace, beyond it, and for small norms that are computed twice."""
+    """The cases are tensors within and beyond the workspace, and small norms, which are computed twice."""
     runs = []
     for added in (False, True):
         torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Metrics of the last step, from the optimizer and as scalars for loggers every so many steps."""
+"""Metrics of the last step, from the optimizer and as scalars for loggers at an interval of steps."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_layers_of_one_name_in_two_groups_are_told_apart(kind: Kind) -> None:
 def test_the_learning_rate_is_that_of_the_step_and_not_what_was_written_since(kind: Kind, backend: str) -> None:
     _, optimizer = stepped(kind, backend=backend)
     for group in optimizer.param_groups:
-        group["lr"] = 7.0  # as a scheduler does after a step
+        group["lr"] = 7.0  # like a scheduler after a step
     assert {telemetry.scalars(optimizer)[f"lr/{name}"] for name in optimizer.telemetry().names} == {0.5, 0.25}
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
@@ -103,7 +103,7 @@ def test_the_learning_rate_is_that_of_the_step_and_not_what_was_written_since(ki
 
 
 def test_rows_of_several_buckets_and_slices_come_in_order(kind: Kind, backend: str) -> None:
-    """Groups, exclusions, dtypes and stacks divide parameters among buckets; telemetry is in the parameters' order."""
+    """Groups, exclusions, dtypes and stacks divide parameters among buckets; telemetry keeps the parameters' order."""
     torch.manual_seed(0)
     shapes = {"a": (4, 3), "b": (3,), "stack": (2, 5, 4), "c": (4, 3), "d": (3,)}
     params = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
@@ -322,7 +322,7 @@ def test_skipped_steps_are_counted_from_the_state_on_that_was_loaded(kind: Kind)
 
 @pytest.mark.parametrize("state_dtype", ["int4", "int8", None])
 def test_code_errors_are_of_moments_in_codes(kind: Kind, state_dtype: Any) -> None:
-    """They create no state, and are within those of codes for values that are spread evenly."""
+    """`code_errors` creates no state, and returns errors like those for evenly spread values."""
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 1))
     optimizer = kind(net.named_parameters(), lr=0.01, state_dtype=state_dtype)
     assert optimizer.code_errors() == {}

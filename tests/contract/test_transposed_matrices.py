@@ -1,4 +1,4 @@
-"""CAME of matrices that are transposed in memory: kernels step the transpose, and nobody else notices."""
+"""CAME of matrices that are transposed in memory: kernels step the transpose, with the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "kahan": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "kahan"}),
     "float64": ((40, 24), {"dtype": torch.float64, "maximize": True}),
 }
-"""Shapes, and options of matrices whose transpose is stepped."""
+"""Shapes, and options with which kernels step the transpose."""
 
 IN_ORDER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "stochastic": ((40, 24), {"dtype": torch.bfloat16, "weight_rounding": "stochastic"}),
@@ -38,7 +38,7 @@ IN_ORDER: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "centred": ((40, 24), {"grad_centralization": True}),
     "centred-float64": ((40, 24), {"grad_centralization": True, "dtype": torch.float64}),
 }
-"""The same of matrices that are stepped as they are: their rows, or the order of their elements, mean something."""
+"""Shapes, and options that depend on rows or on the order of elements, so kernels step the matrix itself."""
 
 
 def turned(values: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def contiguous(values: Tensor) -> Tensor:
 
 
 def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Parameter]]:
-    """Return an optimizer of a matrix in this layout and of one that is contiguous, and the two."""
+    """Return an optimizer of a matrix in a layout and of a contiguous one, and both matrices."""
     shape, given = {**OPTIONS, **IN_ORDER}[name]
     options = dict(given)
     dtype = options.pop("dtype", torch.float32)
@@ -65,7 +65,7 @@ def optimizer_of(name: str, layout: Turn, backend: str) -> tuple[Came, list[Para
 
 
 def advance(optimizer: Came, params: list[Parameter], steps: range) -> None:
-    """Step with gradients of both layouts in turn, of which some are missing, and with parameters that move."""
+    """Step with gradients of both layouts in turn, some of them missing, and with parameters that move."""
     for step in steps:
         for i, param in enumerate(params):
             drawn = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i)).to(param.dtype)
@@ -84,7 +84,7 @@ def assert_same(optimizers: tuple[Came, Came], params: list[tuple[Parameter, Par
             dict(each.state[param], x=param.detach()) for each, param in zip(optimizers, pair, strict=True)
         )
         assert first.keys() == second.keys()
-        for name in first.keys() - {"compensation"}:  # which is the rest of x
+        for name in first.keys() - {"compensation"}:  # a part of x
             assert first[name].shape == second[name].shape
             tolerance = 0.0
             if first[name].is_floating_point():

@@ -1,6 +1,6 @@
-"""Tensors without memory of their own: wrappers of other tensors, tensors without values, and freed tensors.
+"""Tensors without memory: wrappers of other tensors, tensors without values, and freed tensors.
 
-Their address is 0, from which compiled kernels would read.
+Their address is 0; compiled kernels would read from it.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_float8_weights(options: dict[str, Any], kind: Kind) -> None:
-    """Two of them are stepped, since both have the address 0 and so seemed to share memory."""
+    """The two weights both have the address 0, so they once seemed to share memory."""
     ours, theirs = [[Parameter(values(i)) for i in range(3)] for _ in range(2)]
     wrapped = [Parameter(Float8Weight(p.detach())) for p in ours[:2]] + ours[2:]
     optimizer = train(kind, wrapped, values, **options)
     train(kind, theirs, values, **options, backend="reference")
     for p, q in zip(ours[:2], theirs[:2], strict=True):
         torch.testing.assert_close(p, q)
-    # Another backend steps the plain one, where a code in 8 bits may be the neighbour's.
+    # Another backend steps the plain one; an 8-bit code may differ by one.
     torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=0.1 if "state_dtype" in options else 1e-5)
     assert "group 0: reference 2 tensors" in optimizer.explain()
     assert "without memory" in optimizer.explain()
@@ -115,7 +115,7 @@ def test_it_is_said_once_that_wrappers_are_stepped_slowly(kind: Kind) -> None:
 
 
 class NoNewTensors(Float8Weight):
-    """A wrapper of codes, as torchao's Int8QuantizedTrainingLinearWeight, that makes no tensors of other shapes."""
+    """A wrapper like torchao's Int8QuantizedTrainingLinearWeight: its operations make no tensors of other shapes."""
 
     def new_zeros(self, *_: Any, **__: Any) -> Tensor:
         raise NotImplementedError
@@ -178,7 +178,7 @@ def test_values_that_are_not_there(kind: Kind) -> None:
 
 
 def test_a_model_of_no_values(kind: Kind) -> None:
-    """Such a model is traced for its memory."""
+    """Memory of such a model is predicted by tracing."""
     with FakeTensorMode():
         optimizer = train(kind, [Parameter(torch.randn(SHAPE)) for _ in range(2)], lambda _: torch.randn(SHAPE))
     assert optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"].shape == SHAPE
@@ -213,7 +213,7 @@ def test_backends_that_need_memory(kind: Kind) -> None:
 
 
 def test_shards_of_float8_weights(kind: Kind) -> None:
-    """Torchao's fully_shard makes DTensors whose local tensor on each rank is such a wrapper."""
+    """Torchao's fully_shard makes DTensors with such a wrapper as local tensor on each rank."""
     with group_of_one():
         mesh = init_device_mesh("cpu", (1,))
         here = [values(i) for i in range(2)]
@@ -229,7 +229,7 @@ def test_shards_of_float8_weights(kind: Kind) -> None:
 
 
 def swapped(net: nn.Module) -> Any:
-    """Let every conversion swap the parameters' tensors, as it does for wrappers and distributed tensors by itself."""
+    """Let every conversion swap parameters' tensors, which torch otherwise does for wrappers and DTensors."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     return net
 
@@ -255,7 +255,7 @@ def test_a_model_moves_and_is_cast_after_steps(way: str, kind: Kind) -> None:
         try:
             net = SWAPPED[way](nn.Sequential(nn.Linear(8, 8)))
             optimizer = kind(net.named_parameters(), lr=0.1)
-            of_fsdp = way == "fully_shard"  # whose forward knows the dtype of the first call
+            of_fsdp = way == "fully_shard"  # its forward keeps the dtype of the first call
             for convert in (nn.Module.cpu, nn.Module.float if of_fsdp else nn.Module.double, nn.Module.float):
                 convert(net)
                 before = [param.detach().clone() for param in net.parameters()]

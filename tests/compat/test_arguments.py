@@ -1,4 +1,4 @@
-"""What each face of another system makes of its arguments: bighorn's options, or a refusal in the system's words."""
+"""The arguments of each compatibility class: bighorn's options, or a refusal in the system's terms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIGNATURES = {
 
 
 def described(optimizer: Any) -> Any:
-    """Return all that the constructor sets; a rule by names is what it says of each."""
+    """Return all attributes of the constructor; a rule on names becomes its result for each name."""
     group = {name: value for name, value in optimizer.param_groups[0].items() if name not in ("params", "step")}
     settings = vars(optimizer._settings)
     rule = settings["exclude_from_weight_decay"]

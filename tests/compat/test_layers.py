@@ -1,4 +1,4 @@
-"""Properties of every compatibility layer: checkpoints, copies, schedulers, and bighorn's own form of state."""
+"""Properties of every compatibility layer: checkpoints, copies, schedulers, and state in bighorn's format."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_torch_scheduler_drives_it(kind: Any) -> None:
 
 @EACH_FACE
 def test_it_is_itself_on_the_ranks_of_shard_update(kind: Any) -> None:
-    """A rank's share has the options of the whole, among them a loss_scale."""
+    """A rank's share has all options, such as a loss_scale."""
     alone, shared = (weights(torch.float32) for _ in range(2))
     whole, optimizer = (face(kind, params, 0.1) for params in (alone, shared))
     with group_of_one():

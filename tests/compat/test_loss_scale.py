@@ -101,7 +101,7 @@ def test_bad_input_is_refused_by_the_names_of_the_system(
 
 
 def test_a_scaler_of_a_manager() -> None:
-    """The scaler has the manager's policy, and the manager returns its scale."""
+    """The scaler has the manager's policy, and the manager returns the scaler's scale."""
     manager = mindspore.DynamicLossScaleManager(64.0, 2, 2)
     scaler = manager.loss_scaler()
     assert (scaler.policy, scaler.max_consecutive_overflows) == (WindowScale(64.0, 2.0, 0.5, 2), 1000)

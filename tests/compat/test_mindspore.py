@@ -203,7 +203,7 @@ def test_a_call_with_other_gradients_changes_nothing(gradients: Any, error: type
 # ---- loss_scale -----------------------------------------------------------------------------------------------------
 
 SEEN = (1e-3, 1e-3, 1e-16)
-"""An eps that the size of gradients matters beside: with a small one, a gradient steps as a multiple of it does."""
+"""A large eps, so that steps depend on the size of gradients; with a small one, a multiple takes the same step."""
 
 
 @pytest.mark.parametrize("loss_scale", [1024, 0.5, 1024.0])
@@ -221,7 +221,7 @@ def scaled_training(loss_scale: float, scaler: torch.amp.GradScaler) -> nn.Linea
     torch.manual_seed(3)
     model = nn.Linear(6, 5)
     optim = Came(model.parameters(), 0.1, SEEN, weight_decay=0.1, loss_scale=loss_scale)
-    # Bighorn's and Lightning's scalers set this for an optimizer that unscales inside its step.
+    # Scalers of bighorn and Lightning set it for an optimizer that unscales inside its step.
     optim._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     for number in range(4):
         optim.zero_grad()
@@ -240,7 +240,7 @@ def test_a_scaler_that_hands_its_scale_over() -> None:
 
 
 def test_loss_scale_is_for_a_manager_that_nobody_makes_a_scaler_of() -> None:
-    """Both have the same number, as MindFormers' documentation requires, but only one of them may divide by it."""
+    """Both have the same number, as MindFormers' documentation requires, but only one may divide by it."""
     manager = FixedLossScaleManager(1024.0, drop_overflow_update=False)
     params = weights()
     optim = Came(params.items(), 0.1, weight_decay=0.1, loss_scale=manager.get_loss_scale())
@@ -379,7 +379,7 @@ def test_vectors_of_rates_have_one_length(default: Any, rates: list[Any]) -> Non
 
 
 def test_centring_as_in_the_shipped_code() -> None:
-    """The page's line: 2 or more dims, if dim 1 is a multiple of 16."""
+    """The line of the page: 2 or more dims, and dim 1 is a multiple of 16."""
     params = {"wide": Parameter(torch.ones(2, 16)), "narrow": Parameter(torch.ones(2, 15))}
     optim = Lamb([{"params": [params["wide"]]}, {"params": [params["narrow"]]}], 0.1)
     optim.param_groups[0]["grad_centralization"] = True

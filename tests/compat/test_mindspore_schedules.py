@@ -1,4 +1,4 @@
-"""MindSpore's schedules: the schedules of ours that they are, MindSpore's own examples, and errors."""
+"""MindSpore's schedules: the equal schedules of bighorn, MindSpore's examples, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAIRS: tuple[Pair, ...] = (
     (InverseDecayLR(0.1, 0.9, 4), schedules.Inverse(0.1, 0.9, 4)),
     (InverseDecayLR(0.1, 0.9, 4, True), schedules.Inverse(0.1, 0.9, 4, staircase=True)),
 )
-"""Each schedule with each of its switches, and ours, which `tests/math/test_schedules.py` computes again."""
+"""Each schedule with each switch, and bighorn's, which `tests/math/test_schedules.py` computes again."""
 
 
 @for_every(("theirs", "ours"), PAIRS)

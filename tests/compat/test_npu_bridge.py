@@ -1,4 +1,4 @@
-"""compat.npu_bridge in one process; tests/support/overlap_runs.py has a scenario of NPUOptimizer with two."""
+"""compat.npu_bridge in one process; tests/distributed/test_overlap_scaled.py has NPUOptimizer on two ranks."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_var_list_is_all_that_gets_gradients() -> None:
 
 
 def test_gradients_of_ones_own_are_not_scaled() -> None:
-    """As tf.gradients and apply_gradients: only compute_gradients scales."""
+    """As with tf.gradients and apply_gradients, only compute_gradients scales."""
     param = nn.Parameter(torch.ones(2))
     optimizer = scaled(torch.optim.SGD([param], lr=0.5))
     for _ in range(2):

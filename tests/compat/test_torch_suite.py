@@ -1,6 +1,6 @@
-"""Both optimizers run in torch's own table of optimizers, with the tests of torch's test_optim.py for its entries.
+"""Bighorn's optimizers in torch's table of optimizers, with the tests of torch's test_optim.py for its entries.
 
-The table and its infrastructure are installed with torch. The tests are not, and are implemented again.
+The table and its infrastructure are installed with torch. The tests are not, so they are implemented again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 pytest.importorskip("expecttest", reason="what torch's own tests need is not installed")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", ImportWarning)  # of hypothesis, which no test here uses
+    warnings.simplefilter("ignore", ImportWarning)  # hypothesis's
     from torch.testing._internal.common_optimizers import OptimizerInfo, OptimizerInput
 
 CPU = torch.device("cpu")
@@ -242,7 +242,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("way", ["plain", "schedule", "tensor", "two"])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_an_optimizer_made_in_a_compiled_function(way: str, kind: Kind) -> None:
-    """It once lost what it had set before a graph break: no attribute '_default_schedules'."""
+    """It once lost attributes from before a graph break: no attribute '_default_schedules'."""
     weight = Parameter(torch.ones(3, 4))
 
     def made(inputs: Tensor) -> tuple[Tensor, Any]:

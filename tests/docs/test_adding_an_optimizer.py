@@ -94,7 +94,7 @@ def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(program: str, folder: Path, environment: Mapping[str, str]) -> str:
-    """Run a program in a folder, and return what it prints."""
+    """Run a program in a folder, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""docs/adding-an-option.md: its changes apply to a copy of the repository, and the tests that it names pass there."""
+"""docs/adding-an-option.md: its changes apply to a copy of the repository, and its tests pass there."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def imports(program: str) -> Iterator[str]:
 
 
 def programs() -> Iterator[tuple[Path, str]]:
-    """Yield the programs of pages: a page's blocks, or those of a section where sections need different packages."""
+    """Yield the programs of pages: all blocks of a page, or of a section if sections need different packages."""
     for page in [*PAGES, *NOTEBOOKS]:
         whole = blocks(page.read_text())
         if page.name in ("README.md", "trainers.md", "recipes.md"):
@@ -64,7 +64,7 @@ def test_the_python_of_a_page_runs(page: Path, program: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("batch", [64, 4096, 16384])
 def test_the_tutorial_carries_a_rate_to_other_batches(batch: int) -> None:
-    """With a fixed share of warm-up its own call raised at 4,096."""
+    """With a fixed share of warm-up the tutorial's call raised at 4,096."""
     page = next(page for page in PAGES if page.name == "grow-the-batch.md")
     text = blocks(page.read_text())[0]
     assert "large = 0.01, 64, 1024" in text
@@ -101,7 +101,7 @@ def test_a_row_of_a_table_is_one_line_with_all_cells(page: Path) -> None:
 
 
 def test_the_site_is_short() -> None:
-    """What a number depends on is in a notebook beside its result file."""
+    """Details of a measurement are in the notebook beside its result file."""
     pages = PAGES[1:]
     assert len(pages) <= 45
     assert sum(len(page.read_text().split()) for page in pages) <= 35_000
@@ -118,7 +118,7 @@ def test_the_readme_is_two_screens_and_its_links_lead_somewhere() -> None:
 
 @for_every("page", [*PAGES, *NOTEBOOKS, *ROOT.glob("*.md"), *ROOT.glob("*/README.md")], ids=lambda page: page.name)
 def test_a_link_to_a_file_leads_somewhere(page: Path) -> None:
-    """The site's build checks links between its pages, and this also those out of docs and between notebooks."""
+    """The site's build checks links between its pages; links out of docs and between notebooks are checked here."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("https://", "http://", "#"))]
     for path, _, anchor in (link.partition("#") for link in links):

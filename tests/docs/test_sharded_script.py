@@ -1,4 +1,4 @@
-"""The training script of docs/sharding.md, in real processes, whose checkpoints any number of them loads."""
+"""The training script of docs/sharding.md in real processes; any number of processes loads its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT = next(block for block in blocks((ROOT / "docs" / "sharding.md").read_tex
 
 
 def losses(processes: int, steps: int, folder: Path) -> dict[str, str]:
-    """Return what the script prints for each step."""
+    """Return the printed loss of each step."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes), "train.py"]

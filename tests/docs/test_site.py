@@ -77,7 +77,7 @@ def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str)
     ],
 )
 def test_other_files_have_the_version(file: str, line: str) -> None:
-    """The citation, and the workbench, which goes with the library of its own version alone."""
+    """The files are the citation, and the workbench, which requires the library of its own version."""
     assert line.format(bighorn.__version__) in (Path(__file__).parents[2] / file).read_text().splitlines()
 
 
@@ -90,7 +90,7 @@ def test_ten_questions_have_answers() -> None:
 
 @for_every("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])
 def test_a_search_finds_a_page(words: str) -> None:
-    """The site's search knows whole words of its pages; a page must have all that were asked for."""
+    """The site's search matches whole words; a page must have all words of a query."""
     docs = Path(__file__).parents[2] / "docs"
     pages = {page.stem: set(re.findall(r"\w+", page.read_text().lower())) for page in docs.glob("*.md")}
     assert [name for name, found in pages.items() if set(words.split()) <= found]

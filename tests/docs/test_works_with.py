@@ -1,4 +1,4 @@
-"""Every row of docs/works-with.md names tests that exist, or says why not."""
+"""Every row of docs/works-with.md names tests that exist, or has a reason."""
 
 from __future__ import annotations
 

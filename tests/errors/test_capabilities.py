@@ -1,4 +1,4 @@
-"""What a device has is what it does, not what it says: devices that lie, refuse or have no storage."""
+"""Capabilities of a device are measured: devices that report wrong dtypes, refuse, or have no storage."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def honest(_: Any, result: Any) -> Any:
 
 
 def float32_by_another_name(_: Any, result: Any) -> Any:
-    """As torch_xla on Neuron: tensors say float64, and hold float32."""
+    """Like torch_xla on Neuron: tensors report float64, and hold float32."""
     is_wide = isinstance(result, Tensor) and result.dtype == torch.float64
     return result.to(torch.float32).to(torch.float64) if is_wide else result
 
 
 def squares_first(func: Any, result: Any) -> Any:
-    """As torch_xla: a norm is of squares in the numbers' own dtype, which overflow."""
+    """Like torch_xla: a norm adds up squares in the dtype of the values, where they overflow."""
     is_norm = getattr(func, "__name__", "") == "linalg_vector_norm" and 2.0**64 < result < 2.0**128
     return torch.full_like(result, torch.inf) if is_norm else result
 

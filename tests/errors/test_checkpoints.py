@@ -70,7 +70,7 @@ PARTS: dict[str, tuple[list[str], dict[str, Any], str]] = {
 
 @for_every("part", PARTS)
 def test_a_part_of_a_state(part: str, kind: Kind, backend: str) -> None:
-    """Such a state would make steps of a wrong size, whether it was loaded or a part of it was deleted."""
+    """Such a state would take steps of a wrong size; it is loaded, or a part of it is deleted."""
     missing, more, named = PARTS[part]
     parameters, optimizer = stepped(kind, backend)
     state = copy.deepcopy(optimizer.state_dict())
@@ -100,7 +100,7 @@ def test_a_statistic_that_is_missing_or_of_another_shape(name: str) -> None:
 
 
 def test_scales_that_are_missing_or_of_another_shape(kind: Kind) -> None:
-    """The error does not depend on the group's state_dtype; scales of another shape are those of another block size."""
+    """The error does not depend on the group's state_dtype; scales of another block size have another shape."""
     for at_hand in (None, "int8"):
         for scale in ({}, {"exp_avg_scale": torch.ones(3)}, {"exp_avg_scale": torch.ones(64, 2)}):
             parameter = Parameter(torch.ones(64, 64))

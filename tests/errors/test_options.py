@@ -62,7 +62,7 @@ VALUES: list[Value] = [
     ("min_8bit_size", True, TypeError),
     ("weight_rounding", "stocastic", ValueError),
     ("weight_rounding", None, ValueError),
-    ("weight_rounding", "kahan", ValueError),  # of parameters in float32
+    ("weight_rounding", "kahan", ValueError),  # parameters are float32
     ("rounding_seed", -1, ValueError),
     ("rounding_seed", 2**63, ValueError),
     ("rounding_seed", 0.5, TypeError),
@@ -225,7 +225,7 @@ def test_betas_of_the_other_optimizer_are_refused_with_the_one_that_differs(kind
 
 
 def refuse_each(kind: Kind, refuse: Callable[[str, Any, type[Exception]], None]) -> None:
-    """Check the refusal of each bad value, and fail with all that are not refused as they should be."""
+    """Check the refusal of each bad value, and fail with all wrong refusals."""
     found = []
     for name, value, error in OWN_VALUES[kind]:
         try:
@@ -405,7 +405,7 @@ OF_THE_WHOLE: dict[str, Any] = {
 
 @for_every("name", OF_THE_WHOLE)
 def test_an_option_of_the_whole_optimizer_is_no_group_key(name: str, kind: Kind) -> None:
-    """But for ZeroRedundancyOptimizer, which writes what the constructor got into every group."""
+    """ZeroRedundancyOptimizer is an exception: it writes the constructor's arguments into every group."""
     with pytest.raises(ValueError, match=rf"^param_groups\[0\] has {name}=.*belongs to the whole optimizer"):
         kind([{"params": weights(), name: OF_THE_WHOLE[name]}], lr=0.1)
     groups = [{"params": weights(), "max_grad_norm": 1.0, "skip_nonfinite": False}]
@@ -483,7 +483,7 @@ def test_came_without_a_learning_rate_and_with_relative_step() -> None:
 
 def test_an_option_of_the_whole_optimizer_written_into_a_group_later(kind: Kind) -> None:
     parameters, optimizer = stepped(kind, max_grad_norm=2.0)
-    optimizer.param_groups[0]["max_grad_norm"] = 2.0  # as ZeroRedundancyOptimizer does
+    optimizer.param_groups[0]["max_grad_norm"] = 2.0  # like ZeroRedundancyOptimizer
     optimizer.step()
     optimizer.param_groups[0]["max_grad_norm"] = 1.0
     with refused(parameters, optimizer, ValueError, r"max_grad_norm=1\.0, which belongs to the whole optimizer"):

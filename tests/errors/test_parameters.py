@@ -194,13 +194,13 @@ def test_fsdp1_flattened_parameters(kind: Kind) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[DeviceMesh]:
-    """A mesh of this process only."""
+    """A mesh of this process."""
     with group_of_one():
         yield DeviceMesh("cpu", [0])
 
 
 def test_partial_sums(kind: Kind, one_rank: DeviceMesh) -> None:
-    """A parameter or a gradient is a sum that is still to be reduced over ranks."""
+    """A parameter or a gradient is a partial sum that is not reduced over ranks."""
     pending = DTensor.from_local(torch.ones(4), one_rank, [Partial()])
     with pytest.raises(ValueError, match=r"(?s)Partial.*redistribute"):
         kind([Parameter(pending)], lr=0.1)
@@ -234,7 +234,7 @@ def test_a_state_that_is_distributed_otherwise(kind: Kind, one_rank: DeviceMesh)
 
 @pytest.mark.parametrize("when", ["construction", "step"])
 def test_the_cpu_backend_on_another_device(when: str) -> None:
-    """`meta` replaces a CUDA device."""
+    """The device is `meta`, in place of CUDA."""
     parameter = Parameter(torch.ones(4, device="meta"))
     parameter.grad = torch.ones(4, device="meta")
     if when == "construction":
@@ -258,7 +258,7 @@ def cpu_works() -> bool:
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("alone", [True, False])
 def test_parameters_that_were_replaced_by_a_flat_tensor(kind: Kind, named: bool, alone: bool) -> None:
-    """Some frameworks replace the parameters of a group by one tensor, whose norm is not that of a layer."""
+    """Some frameworks replace the parameters of a group by one tensor; its norm is not the norm of a layer."""
     pairs = [("a", Parameter(torch.ones(3, 2))), ("b", Parameter(torch.ones(2)))][: 1 if alone else 2]
     groups: list[dict[str, Any]] = [{"params": pairs}, {"params": [("c", Parameter(torch.ones(2)))]}]
     for group in groups:
@@ -290,7 +290,7 @@ def test_parameters_that_were_replaced_one_by_one(kind: Kind) -> None:
 
 
 def test_steps_of_some_groups(kind: Kind) -> None:
-    """DeepSpeed's ZeRO steps one group at a time, by an optimizer that has no others meanwhile."""
+    """DeepSpeed's ZeRO steps one group at a time, and removes the others from the optimizer meanwhile."""
     parameters = [Parameter(torch.arange(1.0, 7).view(3, 2) + i) for i in range(3)]
     twins = [Parameter(param.detach().clone()) for param in parameters]
 
@@ -322,7 +322,7 @@ def test_steps_of_some_groups(kind: Kind) -> None:
 
 
 def test_groups_that_were_not_added(kind: Kind) -> None:
-    """A group that is written into `param_groups` has no schedule, no state and no checked options."""
+    """A group that is written into `param_groups` has no schedule, no state and unchecked options."""
     parameters, optimizer = stepped(kind)
     optimizer.param_groups.append({"params": [Parameter(torch.ones(2))]})
     with pytest.raises(ValueError, match=r"2 groups, where 1 were added.*add_param_group\(\)"):

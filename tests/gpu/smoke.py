@@ -1,7 +1,7 @@
-"""A check of less than a minute that Triton kernels run on this machine and are correct: `python -m tests.gpu.smoke`.
+"""Checks in less than a minute that Triton kernels run on this machine and are correct: `python -m tests.gpu.smoke`.
 
-It takes three steps with each of a few sets of options, and compares them with the reference in float64. The tests of
-`make gpu` are thorough; this script ends a session early on a machine where they would all fail.
+It compares three steps with each of a few sets of options with the reference in float64. The tests of `make gpu` are
+thorough; the script stops early on a machine where all of them would fail.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIONS: tuple[Mapping[str, Any], ...] = (
 )
 STEPS = 3
 LIMITS = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""The largest relative error of a tensor; except for float32, it is the rounding of parameters."""
+"""The largest allowed relative error of a tensor; except for float32, it is the rounding of parameters."""
 LIMIT_OF_INT8 = 1e-3
 
 
@@ -65,7 +65,7 @@ def check(
 def trained(
     kind: Kind, dtype: torch.dtype, wide: torch.dtype, device: torch.device, options: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return parameters after some steps, computed in `wide`, with values and gradients that are rounded to `dtype`."""
+    """Return parameters after steps in `wide`, from values and gradients that are rounded to `dtype`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw() -> list[Tensor]:

@@ -15,7 +15,7 @@ from tests.support.cases import CASES, Case, Kind, set_gradients
 from tests.support.gpu_steps import GPU, OPTIONS, STATUS, gradients, needs_cuda, parameters, same, trained
 from tests.support.optimizer_runs import BY_ID
 
-if STATUS.device == "cpu":  # one skip in place of one for each of 1,300 cases
+if STATUS.device == "cpu":  # one skip in place of 1,300
     pytest.skip(f"no GPU that Triton serves: {STATUS.detail}", allow_module_level=True)
 
 pytestmark = GPU
@@ -59,7 +59,7 @@ def test_layouts(kind: Kind) -> None:
 @pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.uint8, torch.bfloat16], ids=str)
 def test_few_bits_are_those_of_the_reference(state_dtype: torch.dtype, way: Rounding) -> None:
-    """Codes and random bits are equal, although the device fuses multiplications with additions."""
+    """Codes and random bits are equal, although the device uses fused multiply-adds."""
     test_triton.test_a_step_in_few_bits_equals_the_reference(True, state_dtype, way)
 
 
@@ -73,7 +73,7 @@ def test_codes_of_came_are_those_of_the_reference(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "misaligned"])
 def test_gradients_in_another_order_are_not_misread(layout: Layout, kind: Kind) -> None:
-    """The parameter keeps its own order; the whole table of layouts runs above."""
+    """The parameter keeps its memory order; the whole table of layouts runs above."""
     results = []
     for backend in ("triton", "reference"):
         (param,) = parameters(0, ((300, 500),))
@@ -87,7 +87,7 @@ def test_gradients_in_another_order_are_not_misread(layout: Layout, kind: Kind) 
 @pytest.mark.parametrize("array", ["param", "grad", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_misaligned_array_changes_nothing_but_rounding(array: str, dtype: torch.dtype, kind: Kind) -> None:
-    """The address is not a multiple of 16 bytes, as is common for gradients of FSDP2 and DDP."""
+    """The address is not a multiple of 16 bytes, which is common for gradients of FSDP2 and DDP."""
     shapes, results = ((300, 500), (40_001,), (64, 3, 7, 7)), []
     for layout in LAYOUTS:
         layouts: dict[str, Layout] = {array: layout}
@@ -152,7 +152,7 @@ def test_many_tiny_tensors(kind: Kind) -> None:
 
 @needs_cuda
 def test_deterministic_algorithms_change_nothing(kind: Kind) -> None:
-    """Torch then fills uninitialised memory with NaN."""
+    """Torch then fills uninitialized memory with NaN."""
     plain = trained(kind, max_grad_norm=1.0)
     torch.use_deterministic_algorithms(True)
     try:

@@ -18,7 +18,7 @@ pytestmark = [*GPU, needs_cuda]
 
 
 def test_a_step_needs_little_memory(kind: Kind) -> None:
-    """The limit includes memory kept between steps: 2% of the parameters for CAME, 16 MB for others, 1 MB of tables."""
+    """The limit includes memory between steps: 2% of the parameters for CAME, 16 MB for others, 1 MB of tables."""
     shapes = ((5000, 5000), (3000, 7000), (3, 100, 100))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

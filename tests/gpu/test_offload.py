@@ -45,7 +45,7 @@ def test_a_training_is_the_same_with_any_overlap(overlap: Overlap) -> None:
 
 @pytest.mark.skipif(STATUS.device != "cuda", reason="needs torch.cuda's counts of memory")
 def test_the_memory_of_the_device() -> None:
-    """Beyond the weights and activations: gradients of two buckets, and what the layer at hand needs."""
+    """Beyond weights and activations, the device holds gradients of two buckets and the temporaries of a layer."""
     width, blocks, bucket_mb = 1024, 24, 8.0
     net = network(blocks, width)
     optimizer = offload(net, Lamb(net.named_parameters(), lr=0.01), bucket_mb=bucket_mb)

@@ -34,7 +34,7 @@ assert bool((p < 1).all())
 
 
 def start(program: str, **variables: str) -> subprocess.Popen[str]:
-    """Start a program with these environment variables besides the present ones; empty variables are removed."""
+    """Start a program with further environment variables; empty variables are removed."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value}
     command = [sys.executable, "-c", program]
@@ -55,13 +55,13 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def test_expandable_segments() -> None:
-    # torch reads the old name before 2.9, and the new one from then on.
+    # torch reads the old name before 2.9, and the new one since.
     setting = "expandable_segments:True"
     finish(start(STEPS, PYTORCH_CUDA_ALLOC_CONF=setting, PYTORCH_ALLOC_CONF=setting))
 
 
 def test_two_processes_fill_an_empty_cache(tmp_path: Path) -> None:
-    """Both processes start at once, as ranks do at the first step on a new machine."""
+    """Both processes start at once, like ranks at the first step on a new machine."""
     processes = [start(STEPS, TRITON_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     for process in processes:
         finish(process)

@@ -1,4 +1,4 @@
-"""The order of work on the host, in streams and in graphs, on a CUDA device."""
+"""The order of work in streams and graphs of a CUDA device, and on the host."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_graph_outlives_its_optimizer(options: dict[str, Any], kind: Kind) -> 
 
 
 def overwritten_memory() -> list[Tensor]:
-    """Return memory of all sizes of tables and workspace, filled with a number that is no address and no option."""
+    """Return memory of all sizes of tables and workspace, filled with an invalid address and option."""
     return [torch.full((64 * size,), 1e300, dtype=torch.float64) for size in range(1, 200) for _ in range(10)]
 
 
@@ -113,7 +113,7 @@ def test_a_step_belongs_to_the_current_stream(kind: Kind) -> None:
 
 
 def test_tables_in_flight_are_not_written_over(kind: Kind) -> None:
-    """The host is steps ahead of the device, and each step has uploaded other addresses."""
+    """The host is steps ahead of the device, and each step uploads other addresses."""
     warm = trained(kind, steps=9)
     torch.cuda.synchronize()
     nap()
@@ -121,7 +121,7 @@ def test_tables_in_flight_are_not_written_over(kind: Kind) -> None:
 
 
 def test_a_table_that_another_stream_reads_is_not_written_over(kind: Kind) -> None:
-    """Tables are made on one stream, read by another that is late, replaced there, and allocated anew on the first."""
+    """Tables are made on one stream, read and replaced on a late second one, and allocated again on the first."""
     first, second = (torch.cuda.Stream() for _ in "12")  # type: ignore[no-untyped-call]
     runs: list[list[Parameter]] = []
     for late in (False, True):

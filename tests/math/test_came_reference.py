@@ -1,4 +1,4 @@
-"""CAME's rule: the reference is compared with the scalar formulas, and reference and foreach with came-pytorch."""
+"""CAME's rule: compares the reference with the scalar formulas, and reference and foreach with came-pytorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def flat(a: Tensor) -> list[float]:
 
 
 def assert_moved_alike(ours: Tensor, theirs: Tensor, start: Tensor, bound: float, what: str) -> None:
-    """Compare relative to the largest movement; a parameter that hardly moves is stored to half an ulp at each step."""
+    """Compare relative to the largest movement; each step rounds a parameter by half an ulp, even of a small step."""
     assert ours.isfinite().all(), what
     error, movement = largest(ours.double() - theirs.double()), largest(theirs.double() - start.double())
     stored = STEPS * torch.finfo(ours.dtype).eps / 2 * largest(start) if movement < 0.05 * largest(start) else 0.0

@@ -1,4 +1,4 @@
-"""The reference's LAMB and LARS are compared with the scalar formulas; all other comparisons depend on this one."""
+"""Compares LAMB and LARS of the reference with the scalar formulas; all other comparisons depend on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = [
     if case.size < 10_000 and case.dtypes() <= EXACT and "state_dtype" not in case.options
 ]
 STEPS = 3
-"""Two steps of each parameter, also of those whose first gradient is late or whose second is missing."""
+"""Two steps of each parameter, also if its first gradient is late or its second is missing."""
 
 
 def flat(tensor: Tensor) -> list[float]:

@@ -1,4 +1,4 @@
-"""Every preset is compared with the optimizer of its package, and with the page that lists it.
+"""Compares every preset with the optimizer of its package, and with the page that lists it.
 
 `python -m tests.math.test_presets` measures all of them, and writes the tables of `docs/presets.md` and
 `benchmarks/results/presets.md`.
@@ -52,7 +52,7 @@ from tests.support.tables import for_every
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
 
-# The values are those of float32, so that one run of a witness serves both dtypes.
+# The values are float32 numbers, so one run of a witness serves both dtypes.
 VECTORS = Case(
     "presets",
     {},
@@ -100,14 +100,14 @@ BARE_GROUPS = "two groups, one without decay"
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A preset, the witness with which it is compared, and further options."""
+    """A preset, its witness, and further options."""
 
     preset: Any
     witness: Witness
     options: Mapping[str, Any] = field(default_factory=dict)
     groups: str = ""
     without: str = "^$"
-    """A pattern for the leaves in which the preset says that it differs."""
+    """A pattern for the leaves in which the preset is documented to differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class Table:
     case: Case
     packages: tuple[str, ...]
     unseen: tuple[str, ...]
-    """Options that the proofs do not see: they round, or are below the bounds."""
+    """Options without an effect on the proofs: they round, or are below the bounds."""
     proofs: tuple[Proof, ...]
 
     @property
@@ -187,7 +187,7 @@ CAME = Table(
         Proof("onetrainer", CAME_PYTORCH, DECAY),
         Proof("pytorch_optimizer", package("pytorch_optimizer", "CAME", foreach=False, **DECAY), DECAY),
         Proof("sana", formula(came.sana), DECAY),
-        # No tensor here is large enough for 8 bits, which have another form there; tests below compare it.
+        # No tensor here is large enough for 8 bits, which have another format in the package; tests below compare it.
         Proof("came8bit", CAME_8_BIT, DECAY),
         Proof("sana-8bit", CAME_8_BIT, DECAY),
         Proof("onetrainer-8bit", CAME_8_BIT, DECAY),
@@ -318,7 +318,7 @@ def eight_bits(step: lamb.Step) -> Tensor:
 
 @pytest.mark.long
 def test_rows_without_gradients_stay_with_our_8_bits_and_not_with_theirs() -> None:
-    """A code of their minimum and scale has no zero: rows of zeros get a momentum, and the confidence magnifies it."""
+    """Codes of a minimum and a scale have no zero: rows of zeros get a momentum, which the confidence magnifies."""
     exact, theirs = eight_bits(came.sana), eight_bits(came.came8bit)
     param = Parameter(torch.ones(ROWS, COLUMNS))
     optimizer = Came.like("sana-8bit", [param], lr=0.01, weight_decay=0.1)
@@ -333,7 +333,7 @@ def test_rows_without_gradients_stay_with_our_8_bits_and_not_with_theirs() -> No
 
 
 def test_onetrainers_8_bits_step_without_the_gradients_sign_in_a_1x1_convolution() -> None:
-    """With one sign of the gradient, and with the other, the parameter goes down."""
+    """The parameter decreases for both signs of the gradient."""
     for sign in (1.0, -1.0):
         theirs, meant = (lamb.Leaf("conv", [0.0] * 12, (4, 3, 1, 1), g=[sign] * 12) for _ in range(2))
         came.onetrainer8bit([theirs], 0.1)

@@ -1,4 +1,4 @@
-"""Each schedule is compared with values computed here, and with the same formulas of torch and optax."""
+"""Compares each schedule with values from formulas, and with schedules of torch and optax."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_schedule_after_no_warmup_is_itself() -> None:
 
 @pytest.mark.process
 def test_schedules_need_no_torch() -> None:
-    """A fresh interpreter runs the module without the package's own import of torch."""
+    """A new interpreter runs the module without the package, which imports torch."""
     code = f"""
 import sys, types
 package = sys.modules["bighorn"] = types.ModuleType("bighorn")
@@ -332,7 +332,7 @@ def test_large_batch_gives_the_tables_of_the_paper(rows: list[tuple[float, Fract
         assert isinstance(schedule, Chain)
         assert schedule.at == round(warmup * steps)
         assert max(schedule(schedule.at - 1), schedule(schedule.at)) == pytest.approx(lr, rel=1e-14)
-        # A linear rise, then a linear fall that would reach 0 in the step after the last.
+        # A linear rise, then a linear fall that would reach 0 one step after the last.
         assert schedule(0) == pytest.approx(lr / schedule.at)
         assert schedule(steps - 1) == pytest.approx(lr / (steps - schedule.at))
         assert schedule(steps) == 0

@@ -1,4 +1,4 @@
-"""Bighorn's optimizers equal those of other packages with each of their options: torch, timm, optax, pytorch_optimizer.
+"""Bighorn's optimizers equal torch's, timm's, optax's and pytorch_optimizer's with each option.
 
 The two sides share no gradient tensor.
 """
@@ -102,7 +102,7 @@ BOOL = (False, True)
 
 
 def combined(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Return every combination of options; torch's momentum and its kin have Nesterov's only if it is not 0."""
+    """Return every combination of options; Nesterov momentum needs a momentum that is not 0."""
     rows = [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
     return [row for row in rows if row.get("momentum", 0.9) or not row["nesterov"]]
 

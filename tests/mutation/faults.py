@@ -1,4 +1,4 @@
-"""Planted faults, one of each family, and the tests that find them."""
+"""Planted faults, one of each kind, and the tests that find them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Fault(NamedTuple):
     file: str
     """Relative to the folder with the packages."""
     right: str
-    """Text that the file has once."""
+    """Text that occurs once in the file."""
     wrong: str
     tests: str
-    """The arguments of pytest; a test that fails must be among them."""
+    """The arguments of pytest; one of the tests must fail."""
 
 
 FAULTS = (

@@ -1,4 +1,4 @@
-"""`make mutants`: plant each fault in a copy of the packages, and see that tests find it.
+"""`make mutants`: plants each fault in a copy of the packages, and checks that tests find it.
 
 A fault that no test finds means that a test was lost. The faults of C are compiled; the run takes most of an hour.
 """
@@ -25,7 +25,7 @@ BUILD = ROOT / "build" / "mutants"
 
 
 def compile_library(package: Path) -> None:
-    """Compile the library of a package's sources; only what has changed since the last call is compiled."""
+    """Compile the library of a package; only sources that changed since the last call are compiled."""
     tree = BUILD / "tree"
     (tree / "src" / "bighorn" / "kernels").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "CMakeLists.txt", tree)
@@ -75,12 +75,12 @@ def copies() -> Path:
     for package in PACKAGES:
         shutil.copytree(package, site / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for hook in Path(sysconfig.get_path("purelib")).glob("_editable_*bighorn.py"):
-        (site / hook.name).touch()  # in place of the hook by which an editable install would be found first
+        (site / hook.name).touch()  # replaces the hook that would find an editable install first
     return site
 
 
 def plant(fault: Fault, site: Path) -> None:
-    """Replace the text.
+    """Replace the text of a fault.
 
     Raises:
         RuntimeError: The file does not have the text exactly once.

@@ -1,4 +1,4 @@
-"""Every planted fault changes one place of today's sources, and names tests that exist."""
+"""Every planted fault changes one place of the present sources, and names tests that exist."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Stream:
 
 
 class Recorded:
-    """In place of a tensor."""
+    """A replacement for a tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name

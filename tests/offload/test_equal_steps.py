@@ -1,4 +1,4 @@
-"""Offloaded steps are those of the same optimizer on the CPU, bit for bit, for every option of the table of cases."""
+"""Offloaded steps equal the same optimizer on the CPU, bit for bit, for every option of the table of cases."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def rows() -> list[Any]:
 def test_every_case(overlap: Overlap, case: Case) -> None:
     plain = case.parameters()
     device = copies(plain)
-    # The host has no gaps between elements, and gradients in the order of their parameters. Kernels divide large
-    # tensors of other layouts into other pieces, whose sums round differently, and LARS's momentum shows the sums.
+    # Host tensors have no gaps, and gradients have the order of their parameters. Kernels divide large tensors of other
+    # layouts into other pieces, whose sums round differently, and LARS's momentum depends on the sums.
     dense = large(case) or case.kind is Lars
     plain = copies(plain) if dense else plain
     for leaf, param in zip(case.leaves, device, strict=True):
@@ -67,7 +67,7 @@ def test_every_case(overlap: Overlap, case: Case) -> None:
         assert all(param.grad is None for param in device)
     theirs.synchronize()
     if needs_all(case) and case.dtypes() & {torch.float64, torch.complex128}:
-        # The device adds up squares in another order than the kernels do, which float64 shows.
+        # The device adds up squares in another order than the kernels, which matters in float64.
         for a, b in zip(device, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
         return
@@ -98,7 +98,7 @@ def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
     theirs = offloaded(nets[1], other, overlap=overlap)
     for step in range(6):
         for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            # A step without some gradients, too.
+            # One step lacks some gradients.
             loss = loss_of(net, step) if step != 3 else net[0](torch.ones(9, dtype=dtype)).square().mean()
             loss.backward()
             optimizer.step()
@@ -109,7 +109,7 @@ def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"skip_nonfinite": True}], ids=str)
 def test_arrival_in_any_order(options: dict[str, Any]) -> None:
-    """The results do not depend on the sizes of buckets, nor on when they arrive, also in float64."""
+    """Results do not depend on the sizes of buckets or their times of arrival, also in float64."""
     found = []
     for bucket_mb, overlap in itertools.product((1e-4, 0.003, 0.02, 25), OVERLAPS):
         net = network().double()

@@ -1,4 +1,4 @@
-"""Errors and deletion at any point: what has been stepped is known, and nothing is stepped twice."""
+"""Errors and deletion at any point: the optimizer records which parameters were stepped, and steps none twice."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class Broken(torch.autograd.Function):
 
 
 def broken_loss(net: Any) -> Any:
-    """A loss whose backward reaches the last layers only."""
+    """Return a loss whose backward reaches only the last layers."""
     hidden = net[2](net[1](net[0](torch.ones(4, 9))))
     return net[5](net[4](net[3](Broken.apply(hidden)))).square().mean()  # type: ignore[no-untyped-call]
 
 
-# ---- errors that leave everything as before -------------------------------------------------------------------------
+# ---- errors that change nothing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", ["copies", "forward"])
@@ -109,7 +109,7 @@ def before_a_bucket(patch: pytest.MonkeyPatch, _: SlowCopies) -> None:
     land, landed = TransferBucket.land, []
 
     def fail(bucket: TransferBucket) -> None:
-        if sys._getframe(1).f_code.co_name == "wait":  # of the step
+        if sys._getframe(1).f_code.co_name == "wait":  # called by the step
             landed.append(bucket)
             if len(landed) == 3:
                 raise MemoryError("no memory for bucket")
@@ -119,7 +119,7 @@ def before_a_bucket(patch: pytest.MonkeyPatch, _: SlowCopies) -> None:
 
 
 def amid_the_arithmetic(patch: pytest.MonkeyPatch, _: SlowCopies) -> None:
-    """Let a step of torch's optimizer fail when it has changed weights."""
+    """Let a step of torch's optimizer fail after it has changed weights."""
     step, calls = torch.optim.AdamW.step.__wrapped__, []  # type: ignore[attr-defined]
 
     def fail(self: torch.optim.AdamW, closure: Any = None) -> Any:
@@ -146,7 +146,7 @@ CUTS: list[tuple[Cut, Make, str]] = [
     *((on_the_way_to_the_host, make, "bus is off") for make in (lamb, adamw)),
     *((on_the_way_to_the_device, make, "bus is off.*and others were being stepped") for make in (lamb, adamw)),
 ]
-"""Places where a step is cut off, optimizers, and what the error must say."""
+"""Places where a step is interrupted, optimizers, and the text of the error."""
 
 
 @pytest.mark.parametrize("remedy", ["zero_grad", "load"])
@@ -155,7 +155,7 @@ CUTS: list[tuple[Cut, Make, str]] = [
 def test_a_step_that_is_cut_off(
     cut: Cut, make: Make, message: str, overlap: Overlap, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing continues before a remedy: a step without gradients, or a checkpoint."""
+    """Every call is refused until a remedy: a step without gradients, or a checkpoint."""
     net, copies = network(), SlowCopies(seed=None)
     optimizer = offloaded(net, make(net), overlap=overlap, copies=copies)
     train(net, optimizer, range(2))
@@ -191,7 +191,7 @@ def test_a_step_that_is_cut_off(
 
 
 def calls_of(net: nn.Module, optimizer: OffloadedOptimizer) -> list[Callable[[], object]]:
-    """Return what reads or changes an optimizer."""
+    """Return calls that read or change an optimizer."""
     return [
         optimizer.step,
         optimizer.state_dict,
@@ -235,7 +235,7 @@ def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
         gc.collect()
         if not any(ref() for ref in gone):
             return
-        time.sleep(0.02)  # until the last copies have ended
+        time.sleep(0.02)  # the last copies end
     raise AssertionError(gone)
 
 

@@ -1,4 +1,4 @@
-"""With overlap="forward", a module waits for its own weights, and for no others."""
+"""With overlap="forward", a module waits only for its own weights."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_model_with_tied_weights_and_attention() -> None:
 
 
 class Held(SlowCopies):
-    """Copies to the device of which the later ones wait for a signal."""
+    """Copies to the device; later ones wait for a signal."""
 
     def __init__(self, free: int) -> None:
         super().__init__(seed=None)

@@ -1,4 +1,4 @@
-"""Ctrl-C at every instruction of the training loop's thread: the step was taken or not, and the loop goes on."""
+"""Ctrl-C at every instruction of the training loop's thread: the step is taken or not, and the loop continues."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.optimizer_runs import assert_bitwise
 from tests.support.slow_copies import SlowCopies
 
 TRACED = str(Path(bighorn.offloading.__file__).parent), threading.__file__
-"""The code that is interrupted; threading's, since an interrupt there can leave a lock held."""
+"""The interrupted code; it includes threading's, since an interrupt there can leave a lock held."""
 
 SECONDS = 300
-"""After these a test is taken to hang, and the process ends with the stacks of all threads."""
+"""Seconds after which a test counts as hung, and the process ends with the stacks of all threads."""
 
 
 class Interrupt:
-    """KeyboardInterrupt at one of the lines, or instructions, that this thread runs in the traced code."""
+    """KeyboardInterrupt at one line, or instruction, of this thread in the traced code."""
 
     def __init__(self, event: str) -> None:
         self.event, self.at, self.count = event, 0, 0
@@ -60,7 +60,7 @@ class Interrupt:
 
 
 class Loop:
-    """An offloaded training beside a plain one, which takes the steps that the first has taken."""
+    """An offloaded training, and a plain one that repeats its steps."""
 
     def __init__(self, overlap: Overlap, use: str) -> None:
         self.net, self.twin = network(), network()
@@ -98,7 +98,7 @@ class Loop:
             loss.backward()
 
     def iteration(self) -> None:
-        """One iteration of the training loop."""
+        """Run one iteration of the training loop."""
         self.phase = "backward"
         self.backward(self.net)
         self.phase = "step"
@@ -125,13 +125,13 @@ class Loop:
             assert_bitwise([ours[name] for name in its], list(its.values()))
 
     def settle(self) -> None:
-        """Wait for whatever the stepping thread and the copies may still do."""
+        """Wait until the stepping thread and the copies are idle."""
         self.optimizer._worker.submit(lambda: None).result()
         for begin in (self.copies.to_host, self.copies.to_device):
             begin([(torch.zeros(1), torch.zeros(1))]).synchronize()
 
     def recover(self, again: bool) -> None:
-        """Do what the documentation says after Ctrl-C: call step() again, or zero_grad()."""
+        """Apply a documented remedy after Ctrl-C: call step() again, or zero_grad()."""
         returned, before = self.optimizer._current.returned, self.weights()
         self.settle()
         if self.overlap == "copies":
@@ -161,7 +161,7 @@ class Loop:
         self.steps += taken
 
     def run(self, points: Iterable[int], interrupt: Interrupt) -> None:
-        """Train one iteration with an interrupt at each of these points, and take both remedies in turns."""
+        """Train one iteration with an interrupt at each point, and alternate the two remedies."""
         for again, at in zip(cycle([False, True]), points, strict=False):
             try:
                 with interrupt.coming(at):
@@ -176,7 +176,7 @@ class Loop:
 
 
 def total(interrupt: Interrupt, overlap: Overlap, use: str) -> int:
-    """The number of events in an iteration after the first."""
+    """Return the number of events in an iteration after the first."""
     loop = Loop(overlap, use)
     loop.run([0, 0], interrupt)
     return interrupt.count
@@ -195,7 +195,7 @@ USES = ["schedule", "clip", "scaler", "assigned"]
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_interrupt_at_some_lines(overlap: Overlap, use: str) -> None:
-    """The uses begin at other lines, so that together they cover most lines with both remedies."""
+    """The uses begin at different lines, so together they cover most lines with both remedies."""
     interrupt = Interrupt("line")
     last = total(interrupt, overlap, use)
     Loop(overlap, use).run([0, *range(1 + USES.index(use), last, len(USES))], interrupt)

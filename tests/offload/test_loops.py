@@ -111,14 +111,14 @@ class Cast(nn.Module):
 
 
 def mixed(net: Any) -> Any:
-    """Weights of two dtypes."""
+    """Return a network with weights of two dtypes."""
     net[0].bfloat16()
     net[1] = nn.Sequential(nn.Tanh(), Cast())
     return net
 
 
 def backward_clip_and_step(plain: torch.optim.Optimizer, loss: Any, scaler: Any = None) -> None:
-    """What offload(max_grad_norm=0.01) does, in torch's words."""
+    """The equivalent of offload(max_grad_norm=0.01) in torch."""
     (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is not None:
         scaler.unscale_(plain)
@@ -135,7 +135,7 @@ def backward_clip_and_step(plain: torch.optim.Optimizer, loss: Any, scaler: Any 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_clip_is_clip_grad_norm(overlap: Overlap, scaled: bool, convert: Any) -> None:
-    """Bit for bit, with gradients below and above the norm, and parameters without gradients."""
+    """They are equal bit for bit, with gradients below and above the norm, and parameters without gradients."""
     nets = convert(network()), convert(network())
     scalers: list[Any] = [torch.amp.GradScaler("cpu", init_scale=1000.0) if scaled else None for _ in nets]
     plain = adamw(nets[0], lr=1e-3)
@@ -193,7 +193,7 @@ def test_a_clip_of_masters_is_that_of_a_float32_twin() -> None:
 
 
 class InParts(torch.optim.SGD):
-    """An optimizer with the method that TailOverlap documents, which may wait more than once for a part."""
+    """An optimizer with the method that TailOverlap documents; it may wait more than once for a part."""
 
     def step_in_parts(self, parts: list[list[torch.Tensor]], wait: Callable[[int], None]) -> None:
         for part in [*range(len(parts)), *range(len(parts))]:
@@ -233,7 +233,7 @@ def test_a_step_that_was_refused_keeps_the_scale() -> None:
 @pytest.mark.parametrize("make", [lamb, adamw])
 @pytest.mark.parametrize("ours", [True, False], ids=["LossScaler", "GradScaler"])
 def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
-    """The third batch overflows, so that the step is skipped and the scale falls."""
+    """The third batch overflows: the step is skipped, and the scale falls."""
     nets = network(), network()
     scalers: list[Any] = [
         LossScaler(WindowScale(init_scale=1024.0, growth_interval=2))
@@ -371,7 +371,7 @@ def test_hooks_of_the_optimizer_run_once() -> None:
 @pytest.mark.parametrize("first", [False, True], ids=["plain-first", "offloaded-first"])
 @pytest.mark.parametrize("make", [lamb, adamw])
 def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap: Overlap) -> None:
-    """A run continues from a checkpoint of the other kind; the model is loaded first, or last."""
+    """A run continues from a checkpoint of the other kind; the model is loaded first or last."""
     whole, nets = network(), (network(), network())
     reference = make(whole)
     train(whole, reference, range(6))

@@ -1,4 +1,4 @@
-"""Float32 masters of 16-bit weights are those of `weight_rounding="master"`, in every overlap and in checkpoints."""
+"""Float32 masters of 16-bit weights equal `weight_rounding="master"`, with every overlap and in checkpoints."""
 
 from __future__ import annotations
 

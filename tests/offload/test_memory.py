@@ -1,4 +1,4 @@
-"""The memory of offload: slabs made at once, gradients of at most two buckets on the device, and one copy of state."""
+"""The memory of offload: slabs are allocated at once, the device has two buckets of gradients, and state one copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.slow_copies import SlowCopies
 
 
 class Chain(nn.Module):
-    """Many weights of one size, each of whose gradients is made only when the pass backward comes to it."""
+    """Many weights of one size; backward makes each gradient when it reaches the weight."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Link(torch.autograd.Function):
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_the_device_holds_gradients_of_two_buckets(overlap: Overlap) -> None:
-    """A bucket is of four gradients; the copies are far slower than the backward pass."""
+    """A bucket has four gradients, and copies are far slower than the backward pass."""
     chain = Chain(count=40, size=1000)
     optimizer = offloaded(
         chain,

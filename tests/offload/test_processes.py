@@ -21,7 +21,7 @@ def lamb(net: nn.Module) -> Lamb:
 
 
 def in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
-    """What these calls raise in a forked process."""
+    """Return the errors of calls in a forked process."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         said = []
@@ -43,7 +43,7 @@ def in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_fork_refuses_to_step(overlap: Overlap) -> None:
-    """The process that forks is one of its own: JAX, which other tests import, warns of every fork."""
+    """A separate process forks, since JAX, which other tests import, warns of every fork."""
     process = FORKS.Process(target=refuse_to_step_in_a_fork, args=(overlap,))
     process.start()
     process.join(LIMIT)
@@ -51,7 +51,7 @@ def test_a_fork_refuses_to_step(overlap: Overlap) -> None:
 
 
 def refuse_to_step_in_a_fork(overlap: Overlap) -> None:
-    """A fork would wait for ever for the stepping thread, which it does not have."""
+    """A fork has no stepping thread, and would wait for it forever."""
     nets = network(), network()
     plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
     for net, optimizer in zip(nets, (plain, theirs), strict=True):
@@ -75,7 +75,7 @@ def refuse_to_step_in_a_fork(overlap: Overlap) -> None:
 
 
 def trained_elsewhere(net: nn.Module, found: Any) -> None:
-    """Train a copy of the model, in a process of its own."""
+    """Train a copy of the model in a separate process."""
     twin = network()
     twin.load_state_dict(net.state_dict())
     copied = copy.deepcopy(net)
@@ -85,7 +85,7 @@ def trained_elsewhere(net: nn.Module, found: Any) -> None:
 
 
 def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
-    """Arguments are pickled, as for a spawned process, which moves weights of the CPU to shared memory."""
+    """Arguments are pickled as for a spawned process, which moves CPU weights to shared memory."""
     nets = network(), network()
     plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap="forward")
     for net, optimizer in zip(nets, (plain, theirs), strict=True):

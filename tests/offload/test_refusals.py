@@ -1,4 +1,4 @@
-"""What cannot be offloaded is refused before anything changes, with the remedy."""
+"""Unsupported uses of offload are refused before anything changes, with the remedy."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_a_process_of_its_own_takes_all_cores(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torchrun gives each process one thread of torch's, and says how many there are on the machine."""
+    """Torchrun gives each process one torch thread, and sets the number of processes on the machine."""
     monkeypatch.delenv("BIGHORN_NUM_THREADS", raising=False)
     monkeypatch.setattr("bighorn.offloading.worker.cores", lambda: 48)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

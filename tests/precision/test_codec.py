@@ -41,7 +41,7 @@ def test_blocks_run_inside_rows_of_dim_0() -> None:
 
 @pytest.mark.parametrize("form", [codec.LINEAR, codec.INT4], ids=lambda f: str(f.dtype))
 def test_blocks_run_inside_rows_of_several_leading_dims(form: codec.Form) -> None:
-    """They are those of the same values as one matrix, also of a shard of any of these dims."""
+    """They equal the blocks of the same values as one matrix, also for a shard of any of the dims."""
     values = torch.randn(5, 3, 300) * torch.logspace(-6, 6, 15).view(5, 3, 1)
     codes, scales = codec.encode(values, form, leading=2)
     assert codes.shape == ((5, 3, 150) if form.int4 else values.shape)
@@ -65,7 +65,7 @@ def test_the_codec_takes_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_the_error_of_a_round_trip() -> None:
-    """The error is half a percent to one percent of a normal value's size, in each row for any size of the others."""
+    """The error is 0.5% to 1% of a normal value's size in each row, for any size of the other rows."""
     values = torch.randn(64, 1000) * torch.logspace(-6, 6, 64).unsqueeze(1)
     error = codec.decode(*codec.encode(values)) - values
     relative = error.norm(dim=1) / values.norm(dim=1)

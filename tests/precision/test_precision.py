@@ -48,7 +48,7 @@ def bits_for(shape: tuple[int, ...], t: int = 1, seed: int = 0) -> Tensor:
 @for_every("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("scale", [1.0, 3e-7, 1.7e15], ids=str)
 def test_every_code_survives_a_round_trip(form: Form, scale: float) -> None:
-    """Each code is tested with the largest one, which keeps the block's scale. -0 may come back as 0."""
+    """Each code is tested beside the largest one, which keeps the block's scale. -0 may become 0."""
     codes = CODES[form].view(-1, 1)
     rows = torch.cat([codes, codes[-1:].expand_as(codes)], dim=1)
     rows = codec.pack_int4(rows) if form.int4 else rows
@@ -68,7 +68,7 @@ def test_codes_rise_with_values(form: Form) -> None:
 
 
 BOUNDS = {LINEAR: 1 / 254, SIGNED: 1 / 126, UNSIGNED: 1 / 126, INT4: 1 / 14}
-"""The largest error of a value, relative to its block's largest: about half the distance of the two upper codes."""
+"""The largest error of a value, relative to the block's largest: about half the distance of the two upper codes."""
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -104,7 +104,7 @@ def test_a_second_moment_in_8_bits_is_its_mean() -> None:
 
 
 def test_dither_is_spread_evenly() -> None:
-    """Over any 256 steps of an element, and any 256 elements of a step, it fills 64 bins evenly; its mean is a half."""
+    """Over any 256 steps of an element, and any 256 elements of a step, it fills 64 bins evenly, with a mean of 0.5."""
     for key, t, first in ((0, 1, 0), (rounding.rng_key(7, 3), 10**6, 2**32 - 100)):
         index, steps = first + torch.arange(256), t + torch.arange(256)
         for drawn in (rounding.dither(key, steps, index[0]), rounding.dither(key, steps[0], index)):
@@ -202,7 +202,7 @@ def test_random_bits_are_what_was_asked_for() -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_8_bits_of_compensation_keep_half_a_256th_of_an_ulp(dtype: torch.dtype) -> None:
-    """Only float16s next to its smallest normal number have less; the weight itself is within half an ulp."""
+    """Only float16 values next to the smallest normal number keep less; the weight is within half an ulp."""
     torch.manual_seed(0)
     bits, least = (7, -126) if dtype == torch.bfloat16 else (10, -14)
     values = torch.randn(200_000) * torch.logspace(-9, 2, 200_000)
@@ -289,7 +289,7 @@ def test_a_parameter_that_somebody_else_writes(way: Rounding, kind: Kind) -> Non
 @pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"], indirect=True)
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_a_parameter_that_somebody_else_sets_to_0(zero: float, backend: str, kind: Kind) -> None:
-    """The weight is 0, also for the trust ratio: bits below those of 0 would be a NaN, and those above have a norm."""
+    """The weight is 0, also for the trust ratio: the bits below 0's would be a NaN, and the bits above have a norm."""
     torch.manual_seed(6)
     parameter = Parameter(torch.randn(8, 40).bfloat16())
     optimizer = kind([parameter], lr=1e-4, weight_rounding="kahan", backend=backend)
@@ -338,7 +338,7 @@ def step(parameters: list[Parameter], optimizer: Any, steps: int) -> None:
 
 @for_every(("before", "after"), [*itertools.permutations(PRECISIONS, 2)])
 def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> None:
-    """The change is written into the group or a checkpoint's group; moments stay the same up to their precision."""
+    """The option changes in the group or in a checkpoint's group; moments stay the same up to their precision."""
     parameters, optimizer = trained(kind, PRECISIONS[before])
     new = {"state_dtype": None, "min_8bit_size": 4096, "weight_rounding": "nearest", **PRECISIONS[after]}
     state = copy.deepcopy(optimizer.state_dict())
@@ -387,7 +387,7 @@ def test_the_same_bits_for_a_name_wherever_its_parameter_stands(kind: Kind) -> N
 
 @pytest.mark.parametrize("backend", ["reference", "foreach", "cpu"])
 def test_random_bits_beyond_the_last_count(kind: Kind, backend: str) -> None:
-    """From step 2^24 on, float32 does not hold the next integer: all steps drew the same bits, and 83% never moved."""
+    """From step 2^24 on, a float32 count stayed the same: all steps drew the same bits, and 83% never moved."""
     weight = Parameter(torch.ones(4096).bfloat16())
     lr = 1.0 if kind is Lars else 1e-3  # times LARS's trust coefficient
     optimizer = kind([weight], lr=lr, weight_rounding="stochastic", backend=backend)

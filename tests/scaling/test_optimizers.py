@@ -1,4 +1,4 @@
-"""The loss scaler is compared with torch's GradScaler, with every kind of optimizer, loop and gradient."""
+"""Compares the loss scaler with torch's GradScaler, for every kind of optimizer, loop and gradient."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_not_enabled() -> None:
 
 
 def test_a_model_on_several_devices_clips_with_the_scaler_of_one() -> None:
-    """The sum of squares is on the device of the first gradients, and the scaler's tensors on that of the loss."""
+    """The sum of squares is on the device of the first gradients; the scaler's tensors are on the loss's device."""
     settings = Lamb([Parameter(torch.ones(2))], max_grad_norm=1.0, skip_nonfinite=True)._settings
     with FakeTensorMode():
         there, here = torch.ones((), device="cuda:0"), torch.ones((), dtype=torch.float64, device="cuda:1")

@@ -37,7 +37,7 @@ POLICIES: dict[str, tuple[ScalePolicy, list[tuple[bool, float, int, int]]]] = {
             (G, 50, 1, 0),
             (B, 50, 0, 1),  # a bad step resets the good one,
             (G, 50, 1, 1),
-            (G, 100, 0, 0),  # so only now there are two in a row; the change resets the bad one too
+            (G, 100, 0, 0),  # so only now are there two in a row; the change resets the bad one too
             (B, 100, 0, 1),
             (B, 50, 0, 0),
         ],

@@ -119,7 +119,7 @@ def test_the_mean_of_40000_and_40000(mode: str) -> None:
 @ranks(2)
 def test_a_group_whose_ranks_have_tensors_of_their_own(mode: str) -> None:
     rank = dist.get_rank()
-    # Whole tensors of its own on each rank; rank 1 has no gradient in some steps.
+    # Each rank has other whole tensors; rank 1 has no gradient in some steps.
     names = [["a", "b"], ["c"]][rank]
     params = [Parameter(torch.ones(3)) for _ in names]
     optimizer = make(mode, zip(names, params, strict=True))
@@ -209,7 +209,7 @@ def test_fsdp2(mode: str) -> None:
         scaler.scale(net(data[2 * rank : 2 * rank + 2]).square().mean()).backward()
         if step == 1 and rank == 1:
             grad: Any = net.get_parameter("2.bias").grad
-            grad.to_local().fill_(torch.nan)  # a shard of this rank alone
+            grad.to_local().fill_(torch.nan)  # only this rank's shard
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

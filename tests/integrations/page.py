@@ -1,4 +1,4 @@
-"""The table of `docs/trainers.md`, and those of results: `python -m tests.integrations.page` writes them.
+"""The tables of `docs/trainers.md` and of its results: `python -m tests.integrations.page` writes them.
 
 `make integrations` does so after the tests have passed.
 """
@@ -26,7 +26,7 @@ class Trainer:
     Attributes:
         name: The trainer, with its page.
         packages: The packages whose versions are noted; empty if none can be installed here.
-        runs: What of the trainer the tests run, or which of its files the page was checked against.
+        runs: The parts of the trainer that the tests run, or the files that the page was checked against.
         glue: The lines that a user writes.
     """
 
@@ -172,7 +172,7 @@ TESTED = """
 
 
 def versions(trainer: Trainer) -> str:
-    """The installed versions of a trainer's packages."""
+    """Return the installed versions of a trainer's packages."""
     found = []
     for package in trainer.packages:
         try:
@@ -196,25 +196,25 @@ same bits from their own checkpoints. The table has the mean loss of the last ep
 
 
 def page() -> str:
-    """The text of the guide, with its table: the line that a user writes for each trainer, and what the tests run."""
+    """Return the text of the guide with its table: the user's line for each trainer, and the parts that tests run."""
     rows = "".join(f"| {each.name} | {each.glue} | {each.runs} |\n" for each in TRAINERS)
     head = "| trainer | your line | what the tests run |\n|---|---|---|\n"
     return TABLE.sub(lambda _: f"\n{head}{rows}\n", PAGE.read_text())
 
 
 def table() -> str:
-    """The versions of each trainer that are installed."""
+    """Return the table of installed versions."""
     rows = (f"| {plain(each.name)} | {versions(each)} |\n" for each in TRAINERS)
     return TESTED + "".join(rows)
 
 
 def plain(name: str) -> str:
-    """A name without its links."""
+    """Return a name without its links."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name)
 
 
 def losses() -> str:
-    """The table of losses; its rows need the clients, but for the loop by hand."""
+    """Return the table of losses; every row except the loop by hand needs its client."""
     from tests.integrations.test_same_training import last_epochs
 
     rows = last_epochs().items()
@@ -222,7 +222,7 @@ def losses() -> str:
 
 
 def results(text: str) -> str:
-    """The text of the page of results, with its tables written anew and today's date."""
+    """Return the page of results with new tables and today's date."""
     when = datetime.now(timezone.utc).date().isoformat()
     tables = f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n\n"
     return f"{text.partition(BEGIN)[0]}{BEGIN}{tables}{END}{text.partition(END)[2]}"

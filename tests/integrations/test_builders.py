@@ -1,6 +1,6 @@
-"""Other trainers build the optimizers themselves, by their own registry, parser or config loader.
+"""Trainers that build the optimizers themselves, by a registry, parser or config loader.
 
-The files of each that run here, with their versions, are in the table of docs/trainers.md.
+The table of docs/trainers.md lists the files of each that run here, with their versions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def reference(kind: Any, given: Any = None, **options: Any) -> list[float]:
 
 
 def in_two(net: nn.Module) -> list[dict[str, Any]]:
-    """Biases and norms without decay or trust ratio."""
+    """Return two groups; biases and norms have no decay and no trust ratio."""
     named = dict(net.named_parameters())
     few = [named[name] for name in named if "bias" in name or "norm" in name]
     many = [named[name] for name in named if not ("bias" in name or "norm" in name)]
@@ -128,7 +128,7 @@ def test_torchtune_instantiates_from_its_yaml(kind: Any) -> None:
         instantiate = load("torchtune.config._instantiate").instantiate
         net = Net()
         assert losses(net, instantiate(node, net.parameters())) == reference(kind, **options)
-        node.fused = True  # as in its own files
+        node.fused = True  # as in torchtune's files
         with pytest.raises(TypeError, match=rf"'fused', an option of torch\.optim but not of {kind.__name__}: every"):
             instantiate(node, net.parameters())
 
@@ -171,7 +171,7 @@ def test_nemo_builds_from_a_dotted_path(kind: Any) -> None:
     )
     assert [group.get("wd_mult") for group in grouped.param_groups] == [None, 0.0]
     grouped.load_state_dict(grouped.state_dict())
-    # What it passes under tensor parallelism, since our constructor takes any keyword to name the nearest.
+    # NeMo's arguments under tensor parallelism; our constructor takes any keyword, to suggest the nearest option.
     assert nemo._factory_accepts_foreach(kind)
     kind(Net().parameters(), **options, foreach=False)
 
@@ -220,7 +220,7 @@ def test_mmengine_builds_groups_and_schedules_the_rate(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [Lamb, Came])
 def test_mmengine_schedules_the_momentum_of_lamb(kind: Any) -> None:
-    """It writes SGD's key into the groups, and the first of two betas; CAME has three."""
+    """MMEngine writes SGD's key into the groups, and the first of two betas; CAME has three."""
     optim = pytest.importorskip("mmengine.optim", reason=INSTALL)
     net = Net()
     wrapper = optim.build_optim_wrapper(
@@ -357,7 +357,7 @@ def test_lightnings_command_line(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Lamb, Came])
 def test_fastais_learner(kind: Any) -> None:
-    """One cycle moves the rate and the first beta, by fastai's own names of them."""
+    """One cycle changes the rate and the first beta, by fastai's names."""
     learner = pytest.importorskip("fastai.learner", reason=BARE, exc_type=ImportError)
     pytest.importorskip("fastai.callback.schedule", reason=BARE, exc_type=ImportError)  # adds fit_one_cycle
     core = pytest.importorskip("fastai.data.core", reason=BARE, exc_type=ImportError)
@@ -388,7 +388,7 @@ def test_fastais_learner(kind: Any) -> None:
     ],
 )
 def test_trainers_that_are_transformers_trainer(module: str, name: str) -> None:
-    """What holds for that one holds for them: they take `optimizers=` and pass it on."""
+    """They pass `optimizers=` to transformers' Trainer, so its tests cover them."""
     transformers = pytest.importorskip("transformers", reason=INSTALL)
     kind = getattr(pytest.importorskip(module, reason=BARE, exc_type=ImportError), name)
     assert issubclass(kind, transformers.Trainer)
@@ -396,7 +396,7 @@ def test_trainers_that_are_transformers_trainer(module: str, name: str) -> None:
     assert kind.create_optimizer is transformers.Trainer.create_optimizer or module == "trl"
 
 
-# ---- not installable: their parsers, as docs/trainers.md has their lines --------------------------------------
+# ---- not installable: the parsers of lines in docs/trainers.md ------------------------------------------------------
 
 
 def test_values_that_kohyas_parser_reads() -> None:

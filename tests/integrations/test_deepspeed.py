@@ -129,7 +129,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_client_optimizer_trains_and_resumes(program: str, tmp_path: Path) -> None:
-    """The process is separate, since DeepSpeed sets up torch.distributed, environment variables and a logger."""
+    """The process is separate, since DeepSpeed changes torch.distributed, environment variables and a logger."""
     if program == "transformers":
         pytest.importorskip("transformers", reason=INSTALL)
     run = subprocess.run(

@@ -94,7 +94,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 @cache
 def deepspeed() -> Any:
-    """Import DeepSpeed on a rank alone, since it sets up a process group, environment variables and a logger."""
+    """Import DeepSpeed in ranks only, since it changes the process group, environment variables and a logger."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
     module = importlib.import_module("deepspeed")
     importlib.import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: True  # on any CPU
@@ -136,7 +136,7 @@ def go(trained: Any, steps: Sequence[int]) -> None:
 @pytest.mark.parametrize("make", [lamb, came])
 @ranks(2, 4)
 def test_equals_one_process(stage: int, make: Make) -> None:
-    """Twenty steps equal those of one process with the joined batch, under accumulation and DeepSpeed's clip."""
+    """Twenty steps equal one process with the joined batch, with accumulation and DeepSpeed's clip."""
     ours, theirs = Vit(), Vit()
     trained, alone = engine(ours, stage, make(ours), accumulate=2, gradient_clipping=0.5), make(theirs)
     for step in range(20):
@@ -171,7 +171,7 @@ def masters(net: nn.Module) -> dict[str, Tensor]:
 )
 @ranks(2, 4)
 def test_equals_lamb_of_the_masters(stage: int, precision: Mapping[str, Any]) -> None:
-    """In half precision, DeepSpeed's float32 weights move as those of one process that has its gradients."""
+    """In half precision, DeepSpeed's float32 weights equal one process with the same gradients."""
     ours, theirs = Vit(), Vit()
     trained = engine(ours, stage, **precision)
     alone = lamb(theirs)
@@ -195,7 +195,7 @@ def test_equals_lamb_of_the_masters(stage: int, precision: Mapping[str, Any]) ->
 
 @ranks(2, 4)
 def test_whole_parameters_without_zero() -> None:
-    """Without ZeRO, DeepSpeed replaces each parameter by one of its shape in float32, which needs no map."""
+    """Without ZeRO, DeepSpeed replaces each parameter by a float32 copy of its shape, which needs no map."""
     net = Vit()
     trained = engine(net, 0, **FP16)
     go(trained, range(2))
@@ -253,7 +253,7 @@ def test_trains_as_eva_clip(folder: Path) -> None:
 
 
 def large_groups(net: nn.Module) -> Lamb:
-    """Return an optimizer whose groups have elements for every rank, which DeepSpeed (0.19) needs to load these."""
+    """Return an optimizer whose groups have elements for every rank, which DeepSpeed (0.19) needs to load them."""
     named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
     matrices = [pair for pair in named if pair[1].dim() > 1]
     return Lamb([{"params": matrices}, {"params": [pair for pair in named if pair[1].dim() < 2]}], lr=0.05)
@@ -261,7 +261,7 @@ def large_groups(net: nn.Module) -> Lamb:
 
 @ranks(2)
 def resumes(stage: int, precision: Mapping[str, Any], make: Make, folder: Path) -> None:
-    """Continue a run that was saved and loaded; it ends bit for bit as the one that saved."""
+    """A loaded run ends like the run that saved, bit for bit."""
     nets = Vit(), Vit()
     trained, other = (engine(net, stage, make(net), **precision) for net in nets)
     go(trained, range(3))
@@ -367,7 +367,7 @@ def clipping(net: nn.Module) -> Lamb:
 )
 @ranks(2)
 def test_an_option_that_needs_whole_tensors_is_refused(make: Make, text: str) -> None:
-    """The first step refuses it, on every rank, and nothing has changed."""
+    """The first step refuses it on every rank, before anything changes."""
     model = Two()
     before = [p.detach().clone() for p in model.parameters()]
     trained = engine(model, 1, make(model))

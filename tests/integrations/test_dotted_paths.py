@@ -37,7 +37,7 @@ def check(optimizer: Any, kind: Any) -> None:
 @pytest.mark.parametrize("kind", [Lamb, Came])
 @pytest.mark.parametrize("convert", ["none", "all"])
 def test_hydra(kind: Any, convert: str) -> None:
-    """Lists of the file are OmegaConf's own type by default."""
+    """By default, lists of the file have OmegaConf's type."""
     hydra = pytest.importorskip("hydra", reason=INSTALL)
     net = Net()
     make = hydra.utils.instantiate(node(kind, "_target_"), _partial_=True, _convert_=convert)
@@ -56,7 +56,7 @@ def test_torchtune(kind: Any) -> None:
 
 
 def test_torchtitan() -> None:
-    """Groups have bare parameters, `param_names` and options of their own; the constructor gets no options."""
+    """Groups have bare parameters, `param_names` and options; the constructor gets no options."""
     net = Net()
     pairs = list(net.named_parameters())
     groups = [

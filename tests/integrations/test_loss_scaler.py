@@ -68,7 +68,7 @@ def test_accelerate(kind: str, clip: float | None) -> None:
         if clip is not None:
             accelerator.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
-        # If the optimizer itself skips, no host code waits for the result.
+        # If the optimizer itself skips, the host does not wait for the result.
         assert optimizer.step_was_skipped == (step == BAD and kind == "AdamW")
     assert_same(net, scaler, kind, clip)
 

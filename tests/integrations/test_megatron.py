@@ -50,7 +50,7 @@ def inside(kind: Kind, dtype: torch.dtype, bucket_size: int, **options: Any) -> 
     megatron = Megatron(network(dtype), bucket_size)
     megatron.distributed.optimizer = kind(megatron_groups(megatron.distributed), **options)
     for group in megatron.distributed.optimizer.param_groups:
-        group["weight_decay"] = 0.1 * group["wd_mult"]  # as Megatron's scheduler does
+        group["weight_decay"] = 0.1 * group["wd_mult"]  # like Megatron's scheduler
     return megatron
 
 
@@ -74,13 +74,13 @@ def flat(megatron: Megatron) -> list[Tensor]:
 @ranks(2, 4)
 @on_the_cpu()
 def test_equals_one_process(kind: Kind, options: Options, dtype: torch.dtype, bucket_size: int) -> None:
-    """Ten steps equal those of one process with the same gradients and float32 weights."""
+    """Ten steps equal one process with the same gradients and float32 weights."""
     megatron, theirs = inside(kind, dtype, bucket_size, **options), network(dtype).float()
     named = list(theirs.named_parameters())
     decay = [{"params": [item for item in named if item[1].dim() > 1], "weight_decay": 0.1}]
     alone = kind([*decay, {"params": [item for item in named if item[1].dim() < 2], "weight_decay": 0.0}], **options)
     for group in alone.param_groups:
-        group["lr"] = 0.1  # Megatron's, which its groups keep
+        group["lr"] = 0.1  # groups keep Megatron's rate
     for step in range(10):
         grads = gradients(theirs, step)
         megatron.step(grads)
@@ -138,7 +138,7 @@ def test_resumes(kind: Kind, options: Options, folder: Path) -> None:
 @ranks(2, 4)
 @on_the_cpu()
 def test_megatron_saves_lamb_by_ranks() -> None:
-    """Megatron's own checkpoint of what each rank has holds all of Lamb's state."""
+    """Megatron's checkpoint by ranks contains all of Lamb's state."""
     megatron, again = (inside(Lamb, torch.bfloat16, SMALL, **LAMB) for _ in range(2))
     for step in range(3):
         megatron.step(gradients(megatron.model, step))
@@ -160,7 +160,7 @@ def test_megatron_saves_lamb_by_ranks() -> None:
 @ranks(2, 4)
 @on_the_cpu()
 def test_megatron_loads_no_step_count(folder: Path) -> None:
-    """The reason to refuse the other format: Megatron cannot load torch's AdamW from it either."""
+    """The other format is refused for this: Megatron cannot load torch's AdamW from it either."""
     megatron = Megatron(network(torch.float32), LARGE)
     megatron.step(gradients(megatron.model, 0))
     file = str(folder / f"adamw-{dist.get_world_size()}.pt")

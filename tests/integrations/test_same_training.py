@@ -1,4 +1,4 @@
-"""The same 36 steps by each client, with AdamW and both of ours: losses, and resuming from the client's checkpoint.
+"""The same 36 steps by each client, with AdamW, Lamb and Came: losses, and resuming from the client's checkpoint.
 
 `python -m tests.integrations.page` writes these losses into benchmarks/results/trainers.md.
 """
@@ -57,7 +57,7 @@ def by_hand(kind: Any) -> list[float]:
 def timm(kind: Any) -> Iterator[Callable[[Net], Any]]:
     with timm_optim() as registry:
         name = {"Lamb": "bighornlamb", "Came": "bighorncame"}.get(kind.__name__, "adamw")
-        # The name in timm's registry leaves biases and norms without a trust ratio.
+        # The name in timm's registry excludes biases and norms from the trust ratio.
         every = {"exclude_from_layer_adaptation": ()} if kind is Lamb else {}
         yield partial(registry.create_optimizer_v2, opt=name, filter_bias_and_bn=False, **OPTIONS, **every)
 

@@ -1,7 +1,7 @@
 """timm's registry and the groups that timm makes: docs/from-timm.md.
 
-`import timm` needs torchvision, so the tests import timm's optimizers without the rest. These use timm's models only
-for layer decay, for which the tests make groups themselves.
+`import timm` needs torchvision, so the tests import timm's optimizers without the rest. They use timm's models only for
+layer decay, for which the tests make groups themselves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LINE: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.9, "opt_e
     ],
 )
 def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, options: Any) -> None:
-    """`optimizer_kwargs` turns the arguments of train.py into those of the registry."""
+    """`optimizer_kwargs` converts the arguments of train.py for the registry."""
     arguments = importlib.import_module("timm.optim._optim_factory").optimizer_kwargs(
         argparse.Namespace(opt=opt, **{**LINE, **line})
     )
@@ -99,7 +99,7 @@ def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, 
 
 @pytest.mark.parametrize("betas", [{}, {"betas": (0.9, 0.98)}])
 def test_open_clips_call_of_the_factory(timm: Any, betas: Any) -> None:
-    """open_clip_train/main.py makes it so from `--opt timm/bighornlamb --lr --wd --eps --beta1 --beta2`."""
+    """open_clip_train/main.py makes this call from `--opt timm/bighornlamb --lr --wd --eps --beta1 --beta2`."""
     for name, kind in (("bighornlamb", Lamb), ("bighorncame", Came)):
         optimizer = timm.create_optimizer_v2(Net(), name, lr=0.01, weight_decay=0.2, eps=1e-6, **betas)
         assert type(optimizer) is kind
@@ -108,7 +108,7 @@ def test_open_clips_call_of_the_factory(timm: Any, betas: Any) -> None:
 
 
 def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> None:
-    """In a process of its own, where a folder stands for torchvision, which timm's other modules need."""
+    """The process is separate, with a folder in place of torchvision, which timm's other modules need."""
     script = tmp_path / "train.py"
     script.write_text(
         "import sys\nfrom timm.optim import list_optimizers\nprint(sys.argv[1:], list_optimizers('bighorn*'))\n"
@@ -133,7 +133,7 @@ def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read
     ]
     optimizer = Lamb(groups, lr=0.01, names=net, exclude_from_layer_adaptation=["bias"])
     for group in optimizer.param_groups:
-        group["lr"] = 0.02 * group["lr_scale"]  # as timm's Scheduler.update_groups does
+        group["lr"] = 0.02 * group["lr_scale"]  # like timm's Scheduler.update_groups
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
     again = Lamb(groups, lr=0.01)
     again.load_state_dict(optimizer.state_dict())
@@ -143,7 +143,7 @@ def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read
 def test_a_checkpoint_of_its_factory_loads_as_the_page_says(
     timm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/from-timm.md had groups without the model's own list of parameters that do not decay, which a ViT has."""
+    """docs/from-timm.md once had groups without the model's list of parameters without decay, which a ViT has."""
     net = Net()
     monkeypatch.setattr(net, "no_weight_decay", lambda: {"head.weight"}, raising=False)
     theirs = timm.create_optimizer_v2(net, "lamb", lr=0.01, weight_decay=0.1)

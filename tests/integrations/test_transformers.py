@@ -166,7 +166,7 @@ def test_a_learning_rate_that_is_not_used_is_named(rate: float | None, warned: b
 
 
 def test_reports_are_reached_through_the_wrapper(tmp_path: Path) -> None:
-    """The page has these lines."""
+    """The lines are on the page."""
     net = Net()
     run = trainer(tmp_path, net, optimizers=(lamb(net), None))
     run.train()
@@ -176,7 +176,7 @@ def test_reports_are_reached_through_the_wrapper(tmp_path: Path) -> None:
 
 
 def test_lora_makes_an_empty_group(tmp_path: Path) -> None:
-    """No trained parameter decays or all do; names and exclusions are those of the wrapped model."""
+    """All trained parameters decay, or none; names and exclusions are the wrapped model's."""
     peft = pytest.importorskip("peft", reason=INSTALL)
     bert = transformers.BertConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50
@@ -209,7 +209,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("zero", ADAPTERS)
 def test_the_factor_of_an_adapter_that_starts_at_zero_is_found(zero: str) -> None:
-    """docs/with-peft.md has these names."""
+    """The names are in docs/with-peft.md."""
     peft = pytest.importorskip("peft", reason=INSTALL)
     kind, options = ADAPTERS[zero]
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))

@@ -27,12 +27,12 @@ assert torch.allclose(param, torch.full((3,), 0.9)), param
 """
 
 Run = Callable[..., str]
-"""Runs a program of an environment, and returns what it printed."""
+"""Runs a program of an environment, and returns its output."""
 
 
 @contextmanager
 def environment() -> Iterator[Run]:
-    """A fresh environment."""
+    """Yield a fresh environment."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
@@ -58,7 +58,7 @@ def check(library: Path, workbench: Path) -> None:
 
 
 def check_extra(library: Path) -> None:
-    """Install the extra of the commands, which names the workbench of the same version beside it."""
+    """Install the extra of the commands, which requires the workbench of the same version."""
     with environment() as run:
         found = ("--find-links", library.parent, f"{library}[study]")
         run("python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *found)

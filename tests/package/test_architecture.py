@@ -1,6 +1,6 @@
-"""The architecture of the package: which module imports which, what is documented, and that it is true.
+"""The architecture of the package: the graph of imports, and complete and correct docstrings.
 
-Each rule is one test, which lists all that breaks it as `file:line: what`.
+Each rule is one test, which lists every offence as `file:line: what`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 COMPAT = sorted((ROOT / "compat").glob("*.py"))
 FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == "compat" and path.stem[0] != "_"]
 
-# A room and the rooms of bighorn that it may import from; `bighorn` itself stands for the public names.
+# Each part of bighorn, with the parts that it may import from; `bighorn` means the public names.
 MAY_IMPORT: dict[str, set[str]] = {
     "bighorn": {"backend_status", "groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
     "__main__": {"bighorn"},
@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"arguments", "bighorn", "compat", "names", "schedules"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
-"""The modules of bighorn.kernels that everyone may import; the others are between `pick()` and a step."""
+"""The modules of bighorn.kernels that all parts may import; the others are between `pick()` and a step."""
 
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "optuna", "sklearn", "scipy", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
@@ -61,7 +61,7 @@ TRAINERS = {"accelerate", "axolotl", "deepspeed", "lightning", "torchtitan", "tr
 
 
 def room(parts: tuple[str, ...]) -> str:
-    """The first part below the package: a folder or a file's name."""
+    """Return the first name below the package: a folder or a file."""
     return "bighorn" if len(parts) < 2 or parts[1] == "__init__" else parts[1]
 
 
@@ -108,7 +108,7 @@ def of_the_workbench(path: Path) -> Iterator[Offence]:
 
 
 def test_the_library_knows_nothing_of_the_workbench() -> None:
-    """Neither an import nor a message, which would name a command that its reader may not have."""
+    """It neither imports it nor names its commands in messages, since it may not be installed."""
     none_of(offenders(of_the_workbench, [*FILES, *(ROOT / "kernels" / "csrc").glob("*.[ch]")]))
 
 
@@ -124,7 +124,7 @@ def test_the_wall_sees_the_workbench(tmp_path: Path) -> None:
 
 
 def own_trainer(path: Path) -> set[str]:
-    """The package that a module of bighorn.integrations is named after."""
+    """Return the package that a module of bighorn.integrations is named after."""
     return {path.stem} - {"__init__"} if path.parent == ROOT / "integrations" else set()
 
 
@@ -217,11 +217,11 @@ def test_names_that_the_glossary_replaced_are_gone() -> None:
     none_of(offenders(gone, FILES))
 
 
-# ---- what is documented -----------------------------------------------------------------------------------------
+# ---- documentation ----------------------------------------------------------------------------------------------
 
 
 def public() -> list[tuple[str, Any]]:
-    """Every public name of the package, its groups, schedules, kernels and faces, and the methods of the classes."""
+    """Return the public names of the package and its modules, and the methods of classes."""
     found: list[tuple[str, Any]] = []
     for module in (bighorn, groups, schedules, telemetry, kernels, *map(importlib.import_module, FACES)):
         for name in module.__all__:
@@ -242,7 +242,7 @@ def public() -> list[tuple[str, Any]]:
 
 
 def place(name: str, thing: Any) -> str:
-    """The file and line where something public is defined, and its name."""
+    """Return the file and line of a definition, and its name."""
     path = Path(inspect.getsourcefile(thing) or "")
     return f"{path.relative_to(ROOT.parent)}:{inspect.getsourcelines(thing)[1]}: {name}"
 
@@ -252,7 +252,7 @@ def test_every_public_name_is_documented() -> None:
 
 
 def documented_defaults(doc: str) -> dict[str, str]:
-    """The arguments of a google-style docstring, each with the text after its last "Default: "."""
+    """Return the arguments of a google-style docstring, each with the text after its last "Default: "."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n|\n)+)", doc, re.MULTILINE)
     if not section:
         return {}
@@ -265,7 +265,7 @@ def documented_defaults(doc: str) -> dict[str, str]:
 
 
 def wrong_defaults(thing: Callable[..., Any]) -> Iterator[str]:
-    """What a docstring says wrongly of the arguments of a class or a function."""
+    """Yield the errors of a docstring about the arguments of a class or a function."""
     documented = documented_defaults(inspect.getdoc(thing) or "")
     for argument in inspect.signature(thing).parameters.values():
         if argument.name not in documented:
@@ -283,7 +283,7 @@ def wrong_defaults(thing: Callable[..., Any]) -> Iterator[str]:
 
 
 def test_documented_defaults_are_those_of_the_signature() -> None:
-    # Python knows no signature of an exception that has no constructor of its own.
+    # An exception without a constructor has no signature.
     signed = [(name, thing) for name, thing in public() if not (inspect.isclass(thing) and issubclass(thing, Warning))]
     none_of([f"{place(name, thing)}: {wrong}" for name, thing in signed for wrong in wrong_defaults(thing)])
 
@@ -311,13 +311,13 @@ def test_the_arguments_of_an_optimizer_are_the_options_of_its_tables(kind: type[
     assert algorithm.group_only.keys() <= algorithm.options.keys()
 
 
-# By files: the folder of an installed package holds the C library too, which looks importable.
+# A list of files, since the C library in the folder of an installed package looks importable.
 MODULES = {module_of(path) for path in FILES if path.stem != "__main__"}
 OF_TRAINERS = sorted(name for name in MODULES if name.startswith("bighorn.integrations."))
 
 
 def failed_examples(modules: Iterable[str]) -> list[str]:
-    """What the examples in docstrings print that they should not, with files and lines."""
+    """Return the failures of the examples in docstrings, with files and lines."""
     report: list[str] = []
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
     for name in modules:

@@ -1,4 +1,4 @@
-"""The ledger of counts: it is that of this code, and one more call, launch, collective or pass makes it red."""
+"""The ledger of counts: the code has its counts, and one more call, launch, collective or pass fails a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = ledger.made_with()
 
 @pytest.fixture
 def committed() -> ledger.Ledger:
-    """The file; a test is skipped if it was made with another torch."""
+    """The ledger's file; a test is skipped if another torch wrote it."""
     content: ledger.Ledger = json.loads(ledger.FILE.read_text())
     if content["made_with"]["torch"] != OURS["torch"]:
         pytest.skip(f"the ledger is of torch {content['made_with']['torch']}, and this is {OURS['torch']}")
@@ -120,7 +120,7 @@ def test_a_planted_slowdown_is_an_error(
     committed: ledger.Ledger,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plant(monkeypatch)  # without it, test_counts_are_no_worse_than_those_of_the_ledger finds no error in these rows
+    plant(monkeypatch)  # without it, test_counts_are_no_worse_than_those_of_the_ledger finds no error in the rows
     found = ledger.errors(committed, {row: ledger.count(row)}, OURS)
     assert all(line.startswith(f"{row}: ") for line in found)
     assert {*counts} <= {line.split()[len(row.split())] for line in found}
@@ -161,7 +161,7 @@ def test_what_is_worse(before: float, after: float, is_worse: bool) -> None:
 
 
 def test_misses_of_the_code_itself_are_not_worse() -> None:
-    """CAME's in bfloat16 went from 0.0948 to 0.0960 with the same instructions, since other code had changed."""
+    """CAME's in bfloat16 rose from 0.0948 to 0.0960 with equal instructions, since other code had changed."""
     before = content(ll_misses=0.0948, instructions=0.0948)
     assert ledger.errors(before, {ROW: {"ll_misses": 0.0967, "instructions": 0.0948}}, MADE_WITH) == []
     assert len(ledger.errors(before, {ROW: {"ll_misses": 0.0969, "instructions": 0.0967}}, MADE_WITH)) == 2
@@ -193,11 +193,11 @@ def test_a_row_that_got_worse_needs_a_reason_until_it_is_as_good_again() -> None
 
 @pytest.mark.parametrize("name", published.TABLES)
 def test_a_published_table_is_of_the_present_code(name: str) -> None:
-    """If not, measure it again: `python benchmarks/published.py NAME`, then `workbench/benchmarks/front.py`."""
+    """To measure one again, run `python benchmarks/published.py NAME`, then `workbench/benchmarks/front.py`."""
     try:
         found = published.changed_since(name)
     except LookupError as error:
-        pytest.skip(str(error))  # a table from before the ledger, or no clone with its commit
+        pytest.skip(str(error))  # the table is older than the ledger, or the clone lacks its commit
     assert found == []
 
 

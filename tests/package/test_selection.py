@@ -1,4 +1,4 @@
-"""What the support of the tests itself selects and lists."""
+"""The selection of tests, and `for_every`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_row_that_skips_does_not_hide_the_others() -> None:
 
 
 class Item:
-    """What the selection asks of a collected test."""
+    """The attributes of a collected test that the selection reads."""
 
     path = "tests/test_module.py"
 

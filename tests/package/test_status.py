@@ -16,7 +16,7 @@ from tests.support.processes import LIMIT
 
 
 def printed(**variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bighorn` where no package of the workbench can be imported."""
+    """Run `python -m bighorn` without the packages of the workbench."""
     program = (
         "import os, runpy, sys\n"
         "sys.modules.update(dict.fromkeys(('bighorn_workbench', 'click', 'rich', 'matplotlib', 'jinja2')))\n"

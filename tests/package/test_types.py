@@ -1,4 +1,4 @@
-"""mypy and pyright refuse misspelt options and values before a program runs, and accept those that there are."""
+"""mypy and pyright refuse misspelt options and values before a program runs, and accept correct ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_type_checker_refuses_what_the_constructors_refuse(checker: str, tmp_p
     pytest.importorskip(checker)
     path = tmp_path / "program.py"
     path.write_text(HEAD + "\n".join((*REFUSED, *ACCEPTED)) + "\n")
-    # torch is partially annotated, which only the strict mode of pyright reports.
+    # torch has partial annotations, which only the strict mode of pyright reports.
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     options = [option.format(folder=tmp_path) for option in CHECKERS[checker]]
     files = [str(path)] if checker == "mypy" else []

@@ -1,4 +1,4 @@
-"""How many files a reader goes through: from `step()` to the first arithmetic, and through a load.
+"""The number of files on the way of a reader: from `step()` to the first arithmetic, and through a load.
 
 torch's fused AdamW takes 2 files and 6 moves between files for a step.
 """
@@ -35,7 +35,7 @@ Function = tuple[str, str]
 
 
 def calls(what: Callable[[], Any]) -> list[Function]:
-    """The package's functions that it calls, in order; comprehensions and lambdas are left out."""
+    """Return the functions of the package in a call, in order, without comprehensions and lambdas."""
     found: list[CodeType] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -52,7 +52,7 @@ def calls(what: Callable[[], Any]) -> list[Function]:
 
 
 def counts(walk: list[Function], last: Function | None = None) -> tuple[int, int, int]:
-    """Files, moves between files, and moves back to a file, up to the first call of `last`."""
+    """Return files, moves between files, and moves back to a file, up to the first call of `last`."""
     if last is not None:
         walk = walk[: walk.index(last) + 1]
     files = [file for file, _ in groupby(file for file, _ in walk)]
@@ -60,7 +60,7 @@ def counts(walk: list[Function], last: Function | None = None) -> tuple[int, int
 
 
 def cached_step(kind: Kind, params: list[Parameter], **options: Any) -> list[Function]:
-    """The walk of a step whose plan is there."""
+    """Return the walk of a step with a cached plan."""
     optimizer = kind([(f"p{i}", p) for i, p in enumerate(params)], lr=0.01, weight_decay=0.1, **options)
     for _ in range(2):
         for p in params:
@@ -93,7 +93,7 @@ def test_a_load_is_a_short_walk(kind: Kind) -> None:
 
 
 class AtOnce:
-    """Copies that have ended when they have begun."""
+    """Copies that complete when they begin."""
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -108,14 +108,14 @@ class AtOnce:
         return self.to_host([(device, host) for host, device in pairs])
 
     def synchronize(self) -> None:
-        """As an Arrival."""
+        """Return at once; nothing is pending."""
 
     wait = synchronize
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_an_offloaded_step_is_a_short_walk(overlap: Overlap) -> None:
-    """Of the training loop's thread, with eight gradients in five buckets."""
+    """The walk is the training loop's thread, with eight gradients in five buckets."""
     net = network()
     optimizer = offloaded(net, Lamb(net.parameters(), lr=0.01), overlap=overlap, copies=AtOnce())
 
@@ -159,7 +159,7 @@ def test_a_whole_walk_does_not_grow(way: str, kind: Kind) -> None:
         def construct() -> None:
             optimizers.append(kind([("p", param)], lr=0.01, weight_decay=0.1))
 
-        for _ in range(2):  # the first ones of a process also fill the caches of functions
+        for _ in range(2):  # the first walk of a process also fills caches of functions
             walk = calls(construct)
             walk = calls(optimizers[-1].step) if way == "first step" else walk
     elif name and name != kind.algorithm.name:
@@ -187,7 +187,7 @@ def test_a_cached_step_on_a_gpu_is_a_short_walk() -> None:
 
 
 def counts_in(output: str) -> list[tuple[int, int]]:
-    """Return the files and moves of LAMB and of CAME, which a function of this module has printed in a process."""
+    """Return the files and moves of LAMB and of CAME from the output of a function of this module."""
     lines = [tuple(map(int, line.split())) for line in output.splitlines()]
     assert len(lines) == 2, output
     return [(files, moves) for files, moves, _ in lines]
@@ -201,7 +201,7 @@ def step_in_triton(algorithm: str) -> None:
 
 
 def step_of_shards(algorithm: str) -> None:
-    """Print the counts of a step of one of two ranks, which are only pretended."""
+    """Print the counts of a step of one of two simulated ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore

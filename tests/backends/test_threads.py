@@ -146,7 +146,7 @@ def test_little_work_stays_with_the_caller(
 def test_a_bad_environment_variable_is_named(
     name: str, value: str, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No parameter changes, neither those of the C library nor the one of foreach."""
+    """No parameter changes, neither the float32 one of the C library nor the float64 one of foreach."""
     parameters = [Parameter(torch.ones(64, 64, dtype=dtype)) for dtype in (torch.float64, torch.float32)]
     optimizer = Lamb(parameters, lr=0.1)
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Functions that the tests of the command line share, besides their fixtures."""
+"""Helpers of the tests of the command line."""
 
 import gzip
 import html.parser
@@ -15,7 +15,7 @@ from torch import Tensor
 from bighorn_workbench.commands import bighorn
 
 Invoke = Callable[..., Result]
-"""The fixture `invoke`: it takes words of the command line and `code`, the expected exit code."""
+"""The type of the fixture `invoke`; it takes words of the command line and `code`, the expected exit code."""
 
 
 def call(*words: object) -> Result:
@@ -27,7 +27,7 @@ def call(*words: object) -> Result:
 
 
 def resuming(output: str) -> list[str]:
-    """Return the words after ``bighorn`` of the command that an interrupted run has printed, as a shell has them."""
+    """Return the words after ``bighorn`` of the command that an interrupted run printed, split like in a shell."""
     return shlex.split(output.partition("Resume with:\n")[2].partition("\n")[0])[1:]
 
 
@@ -47,7 +47,7 @@ def write_idx(folder: Path) -> Path:
 
 
 def write_text(path: Path, ending: str = "") -> None:
-    """Write 400 lines of arithmetic, from which a language model can learn something in a few steps."""
+    """Write 400 lines of arithmetic, from which a language model learns in a few steps."""
     ends = (7 if ending and number % 3 == 0 else ending for number in range(400))
     path.write_text("".join(f"{n} times {n} is {n * n}{end}.\n" for n, end in enumerate(ends)))
 
@@ -57,7 +57,7 @@ def without_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplac
 
 
 class Page(html.parser.HTMLParser):
-    """A parser that collects the text of a page and the resources that it would load."""
+    """Collects the text of a page and the resources that it would load."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

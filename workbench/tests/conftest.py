@@ -26,7 +26,7 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 @pytest.fixture
 def lost_runs_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a run without an end as lost at once, though its process, the one of these tests, still exists."""
+    """Treat a run without an end as lost at once, although its process, which runs the tests, still exists."""
     monkeypatch.setattr("bighorn_workbench.run_queue.GRACE", 0.0)
 
 
@@ -45,7 +45,7 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(invoke: Invoke, together: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Run ``bighorn`` in this process, without dropout, in the folder of the other processes' runs."""
+    """Run ``bighorn`` in this process, without dropout, in the folder of the runs of several processes."""
     monkeypatch.setattr(torch.nn.functional, "dropout", without_dropout)
     monkeypatch.chdir(together)
     return invoke

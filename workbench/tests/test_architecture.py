@@ -17,14 +17,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 SCRIPTS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 
 MODULES = {f"bighorn.{name}" for name in ("compat", "groups", "integrations", "schedules", "telemetry")}
-"""The modules of the library with public names of their own."""
+"""The modules of the library with public names."""
 
 EXPERIMENTS = {"four_bits.py", "state_codecs.py"}
-"""Scripts that put another codec into the library."""
+"""Scripts that replace a codec of the library."""
 
 
 def is_public(module: str, name: str) -> bool:
-    """Whether a name is one that users of the library may import from a module, or what every module has."""
+    """Whether a name is public in a module of the library, or exists in every module."""
     whole = f"{module}.{name}"
     if whole in MODULES or (name.startswith("__") and name.endswith("__")):
         return True
@@ -32,7 +32,7 @@ def is_public(module: str, name: str) -> bool:
 
 
 def private(path: Path) -> Iterator[Offence]:
-    """The private names of the library that a file imports, or reads from a module that it has imported."""
+    """Yield the private names of the library that a file imports, or reads from an imported module."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:

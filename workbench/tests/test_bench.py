@@ -39,7 +39,7 @@ def absent() -> peers.Build:
 
 @pytest.fixture
 def only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make other packages' optimizers look as if none were installed."""
+    """Make the optimizers of other packages look uninstalled."""
     for name in ("timm", "pytorch_optimizer"):
         monkeypatch.setitem(peers.PEERS, name, peers.Peer(f"{name}'s", absent, name))
 
@@ -140,7 +140,7 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
         assert {tensor.dtype for tensor in (*optimizer.param_groups[0]["params"], *tensors)} == {torch.bfloat16}
         averages = torch.cat([state["exp_avg"].flatten().float() for state in optimizer.state.values()])
-        # Similar gradients in each step make the average, and so its norm, approach that of the gradients from below.
+        # With similar gradients in each step, the norm of the average approaches the gradients' norm from below.
         assert 0 < averages.norm() <= 1.01e-4
 
 
@@ -188,7 +188,7 @@ def test_the_error_is_that_of_the_arithmetic() -> None:
     grads = [torch.linspace(1, 2, 50), torch.linspace(-2, -1, 12).view(3, 4)]
 
     def build(params: Any, lr: float, clip: float | None) -> torch.optim.Optimizer:
-        """Return an optimizer whose step is wrong by 1%, except for tensors of double precision."""
+        """Return an optimizer whose step is wrong by 1%, except in double precision."""
         assert clip is None
         return torch.optim.SGD(params, lr=lr if params[0].dtype == torch.float64 else 1.01 * lr)
 
@@ -206,7 +206,7 @@ def test_temporaries_are_those_of_the_step(megabytes: int) -> None:
     def step() -> None:
         torch.ones(megabytes << 18)
 
-    for _ in range(4):  # the result must not depend on memory that malloc has kept
+    for _ in range(4):  # the result must not depend on memory that malloc keeps
         step()
         assert measure.temporaries(step) == pytest.approx(megabytes << 20, abs=2 << 20)
         kept = torch.ones(megabytes << 18)
@@ -315,8 +315,8 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
     [
         ((0.97, 1.03), (1.2, 1.3, 1.4), 1.0, "1.30"),
         ((0.97, 1.03), (0.002, 0.003, 0.02), 1.0, "0.003"),
-        ((0.97, 1.03), (0.9, 1.3, 1.4), 1.0, "noise"),  # some rounds say the contrary
-        ((0.97, 1.5), (1.2, 1.3, 1.4), 1.0, "noise"),  # the baseline beside itself differs more
+        ((0.97, 1.03), (0.9, 1.3, 1.4), 1.0, "noise"),  # rounds contradict each other
+        ((0.97, 1.5), (1.2, 1.3, 1.4), 1.0, "noise"),  # the baseline differs more from itself
         ((0.2, 1.0), (1.2, 1.3, 1.4), 1.0, "noise"),
         ((0.97, 1.03), (0.02, 0.02, 0.03), 90.0, "noise"),  # another program slowed the baseline of these rounds
     ],
@@ -324,7 +324,7 @@ def test_came_beside_its_peers(invoke: Invoke) -> None:
 def test_a_ratio_within_the_noise_is_withheld(
     own: tuple[float, float], ratio: tuple[float, float, float], slower: float, shown: str
 ) -> None:
-    """On a busy machine a table once said 1.10 beside a baseline that was 0.35 against itself."""
+    """On a busy machine a table once had 1.10 beside a baseline with 0.35 against itself."""
     spreads = (("AdamW", 1.0, (own[0], 1.0, own[1])), ("Lamb", slower, ratio))
     rows: list[dict[str, Any]] = [
         {

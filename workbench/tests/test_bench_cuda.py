@@ -26,7 +26,7 @@ COPY_SECONDS = 1e-3
 
 
 class Device:
-    """A device's queue: `host` is the time on the host, `free` the time at which all enqueued work is done."""
+    """A device's queue: `host` is the time on the host, `free` the time at which all enqueued work is complete."""
 
     def __init__(self) -> None:
         self.host = self.free = 0.0
@@ -114,7 +114,7 @@ def test_wall_time_is_the_slower_of_host_and_device(device: Device) -> None:
 
 
 def test_host_time_starts_on_an_idle_device(device: Device) -> None:
-    """A full queue makes the host wait for the device, and this wait is no cost of the step."""
+    """A full queue makes the host wait for the device, which is not a cost of the step."""
 
     def step() -> None:
         assert device.free <= device.host
@@ -159,7 +159,7 @@ def test_rounds_are_bounded(
 
 
 def test_changes_come_before_each_step_and_take_no_time(device: Device) -> None:
-    """A change takes a second of host and device, which is in none of the figures."""
+    """A change takes a second of host and device; no figure includes it."""
     seen: tuple[list[int], list[int]] = [], []
 
     def change_of(mine: list[int]) -> Change:
@@ -218,7 +218,7 @@ def pretended(device: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def with_peers(monkeypatch: pytest.MonkeyPatch, **builds: Callable[..., torch.optim.Optimizer]) -> None:
-    """Put a table with Lamb and these peers in place of the table gpu."""
+    """Replace the table gpu by a table with Lamb and some peers."""
 
     def peer(name: str, build: Callable[..., torch.optim.Optimizer]) -> peers.Peer:
         return peers.Peer(name, lambda: build, "torch")
@@ -349,7 +349,7 @@ def test_rates_are_relative_to_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     times = traffic.step_times(baseline, optimizer, 0, (measure.nothing, measure.nothing))
     speed = 2 * cuda.SWEEP_BYTES / COPY_SECONDS
     assert times["copy_bytes_per_s"] == pytest.approx([speed] * 2)
-    assert times["bytes_moved"] is None  # without Triton on the CPU, no passes are known
+    assert times["bytes_moved"] is None  # the passes are unknown without Triton
     row = {**times, "state_bytes": 2 * param.nbytes, "ms": {"median": 28 * N / (0.5 * speed) * 1e3}}
     assert traffic.bytes_once(row) == 28 * N
     assert [show(row) for show in traffic.COLUMNS.values()] == ["50%", "50%"]

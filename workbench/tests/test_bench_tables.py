@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/bench_tables.py`, and the loop that is the baseline of one of them."""
+"""The tables of `benchmarks/bench_tables.py`, and the loop that is a baseline in one table."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_table_of_cliffs(tmp_path: Path) -> None:
         ("--table precision --seconds -1", "--seconds=-1.0 is out of range: it must be a finite number in (0, "),
         ("--table cliffs --device cuda", "--table cliffs is measured with --device cpu."),
         # torch 2.11 on an H100: "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout".
-        # `alternating` and `gaps` were run there; the others have the same difference of strides.
+        # `alternating` and `gaps` ran there; the others have the same difference of strides.
         *(
             pytest.param(
                 f"--device cuda --shapes tiny,{name}",
@@ -115,7 +115,7 @@ def test_the_compiled_form_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("form", [baseline_lamb.loop, baseline_lamb.foreach])
 def test_the_baselines_are_lamb(form: baseline_lamb.Step) -> None:
-    """Each equals the paper's LAMB on each layer kind: zero weights and zero gradients take Adam's step or none."""
+    """Each equals the paper's LAMB on each kind of layer; zero weights and gradients take Adam's step or none."""
     weights = [torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.zeros(4)]
     pairs: list[list[Tensor]] = []
     for ours in (True, False):

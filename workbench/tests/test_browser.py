@@ -1,6 +1,6 @@
 """Reports and the site in a real browser: nothing is cut off, on a telephone, a tablet and a desk, in light and dark.
 
-With SCREENSHOTS=folder, pictures of all of them are written there.
+With SCREENSHOTS=folder, screenshots of all pages are written to the folder.
 """
 
 from __future__ import annotations

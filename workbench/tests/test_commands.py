@@ -1,4 +1,4 @@
-"""Properties of every command: an example that parses, JSON, exit codes, completion."""
+"""Properties of every command: an example that parses, JSON, exit codes and completion."""
 
 from __future__ import annotations
 

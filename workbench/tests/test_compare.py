@@ -55,7 +55,7 @@ def cell(optimizer: str, batch_size: int, lr: float, *accuracies: float) -> Cell
 
 
 def small(path: Path, **options: object) -> Search:
-    """A search of seven short runs."""
+    """Return a search of seven short runs."""
     defaults = {"optimizers": "lamb", "batch_sizes": "256", "trials": 4, "seeds": 3, "epochs": 1.0}
     return prepare(CompareConfig(**(defaults | options)), Digits(), path)  # type: ignore[arg-type]
 
@@ -143,7 +143,7 @@ def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, monkeypat
 
 @pytest.fixture
 def ten_seconds(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Let each run take ten seconds of the time until a deadline, and none of this test; they are listed."""
+    """Let each run take ten simulated seconds of the time until a deadline; return the list of runs."""
     made: list[RunConfig] = []
 
     def counted(config: RunConfig, *_: object) -> Trial:
@@ -275,7 +275,7 @@ def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: 
 
 @pytest.mark.process
 def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> None:
-    """A process dies within its second run; another command, which shares the study, makes that run again."""
+    """A process dies in its second run; another command with the same study repeats the run."""
     path = tmp_path / "s.study"
     script = (
         "import os, signal\n"
@@ -343,7 +343,7 @@ def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
 def test_a_run_of_another_machine_is_taken_over_and_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine is not heard of while it makes its first run, and is back after another one has made all of them."""
+    """A machine sends no signal during its first run, and returns after another one has made all runs."""
     asleep, awake = small(tmp_path / "s.study"), small(tmp_path / "s.study")
     made: list[RunConfig] = []
 
@@ -407,13 +407,13 @@ def test_an_error_of_a_run_in_another_process_ends_the_command(invoke: Invoke) -
 
 
 def test_runs_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has two of a device that is not here, and no run is made."""
+    """torch reports two of a device that is absent, and no run is made."""
     chosen: list[int] = []
     module = SimpleNamespace(device_count=lambda: 2, set_device=chosen.append)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(Search, "work", lambda *_: None)
     plan = small(tmp_path / "s.study").plan
-    monkeypatch.setattr("bighorn_workbench.workers.cores", lambda: 3)  # which a container may have of a machine's 64
+    monkeypatch.setattr("bighorn_workbench.workers.cores", lambda: 3)  # a container may have 3 of 64 cores
     assert [places("xpu"), places("xpu:1"), places("cpu")] == [2, 1, 3]
     for device in ("xpu", "xpu:1", "cpu"):
         base = dataclasses.replace(plan.entries[0].base, device=device)
@@ -456,12 +456,12 @@ def test_a_task_that_ends_later_is_named_and_runs_are_kept(invoke: Invoke, way: 
     assert ("SystemExit: 0" if "exit" in way else "ZeroDivisionError") in output
     assert Path("c.json").exists()
     Path("ends.py").write_text(ENDING.format(way=way, when="Ending.calls > 10**6"))
-    fresh = invoke("compare", *options, "--study", "bighorn-compare.study").output  # of other code: other runs
+    fresh = invoke("compare", *options, "--study", "bighorn-compare.study").output  # other code, other runs
     assert "of the runs are in" not in fresh
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a journal, of which every line is one."""
+    """Return the records of a journal, one from each line."""
     assert path.read_bytes().endswith(b"\n")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -469,7 +469,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("lost_runs_are_free")
 @pytest.mark.parametrize("cut", [1, 15, 10**6], ids=["its end", "a part", "all but the first letters"])
 def test_a_torn_last_line_costs_its_own_run_alone(invoke: Invoke, cut: int) -> None:
-    """As a full disk or a killed process leaves it; what is appended next is a line of its own."""
+    """A full disk or a killed process leaves a torn line; the next record begins a new line."""
     path, words = Path("s.study"), ["compare", *SMALL, "--processes", 1, "--study", "s.study"]
     invoke(*words)
     whole = whole_lines(path)
@@ -552,7 +552,7 @@ def test_batch_sizes_may_differ_between_optimizers() -> None:
 
 
 def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
-    """So it ends at the value of the cell in the table and in the verdict."""
+    """It therefore ends at the value of the cell in the table and in the verdict."""
     found = cell("lamb", 32, 0.2, 0.9, 0.7, 0.5)
     assert [step for step, _ in found.curve] == [5, 10]
     assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
@@ -768,7 +768,7 @@ def test_a_variant_keeps_what_it_sets(tmp_path: Path) -> None:
 def test_options_of_an_optimizer_are_searched_by_their_names(
     name: str, params: dict[str, float], options: tuple[str, ...]
 ) -> None:
-    """Each is an option that the optimizer takes, and its default is that of the optimizer."""
+    """Each is an option of the optimizer, and has the optimizer's default."""
     base = RunConfig(**CONTESTANTS[name], batch_size=256, threads=1).resolved(Digits())
     assert configured(base, params, 0).optimizer_option == options
     spans = [f"{name}.{key}={value / 1e5:g},1" for key, value in params.items()]
@@ -782,7 +782,7 @@ def test_options_of_an_optimizer_are_searched_by_their_names(
 
 
 def test_one_decay_of_each_optimizer_is_searched() -> None:
-    """So that each has as many options; Adafactor has neither beta2 nor momentum."""
+    """Each optimizer therefore has as many options; Adafactor has neither beta2 nor momentum."""
     decays = {
         name: [key for key in each.space if "beta" in key or "momentum" in key] for name, each in OPTIMIZERS.items()
     }

@@ -1,4 +1,4 @@
-"""The lines to paste of ``bighorn compare``: a program with them trains as the run did."""
+"""The lines to paste from ``bighorn compare``: a program with them trains like the run."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ class Plain(Digits):
 
 
 class Excluding(Plain):
-    """The same, with another choice of what has no weight decay."""
+    """`Plain` with another choice of parameters without weight decay."""
 
     def excluded(self, name: str, parameter: nn.Parameter) -> bool:
         """Exclude the last layer."""
@@ -39,7 +39,7 @@ class Excluding(Plain):
 
 
 def pasted(config: RunConfig, task: Plain) -> list[torch.Tensor]:
-    """Return the weights after the steps of a program that has the lines."""
+    """Return the weights after the steps of a program with the lines."""
     run = Run(config, task)
     names: dict[str, Any] = {"model": run.model, "task": task}
     lines = constructor(config, run.total, excluded=hasattr(task, "excluded"))

@@ -33,7 +33,7 @@ def test_cuda_needs_a_device(invoke: Invoke, command: str) -> None:
 
 
 def test_the_package_of_a_device_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch knows the device of torch_xla only after that was imported; here, a package that registers nothing."""
+    """An import of torch_xla registers its device; the package of this test registers none."""
     (tmp_path / "torch_opengl.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match="--device opengl: torch has no such device here") as raised:
@@ -97,7 +97,7 @@ def run_on(device: str, data: Path | None = None, task: str = "digits", **option
 def test_everything_of_a_step_is_on_the_device(
     text_file: Path, idx_folder: Path, task: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step reads from the device, since reading a meta tensor is an error."""
+    """No step reads from the device, since a read of a meta tensor is an error."""
     monkeypatch.setattr(config, "device_of", torch.device)
     data = {"digits": None, "text": text_file}.get(task, idx_folder)
     run = run_on("meta", data, task, precision=precision, optimizer="sgd", steps=200, batch_size=16)

@@ -17,7 +17,7 @@ MISSING = "libbighorn.so was not built: install a C compiler, then reinstall big
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which bighorn was installed without a compiler."""
+    """Simulate an install of bighorn without a compiler."""
     monkeypatch.setattr(library, "LIBRARY", None)
     monkeypatch.setattr(library, "LIBRARY_DETAIL", MISSING)
 
@@ -40,7 +40,7 @@ def test_every_backend_and_what_results_depend_on_is_shown(invoke: Invoke, monke
     assert content["machine"]["cores allowed"] == library.cores()
     assert content["variables"]["OMP_DYNAMIC"] == "false"
     assert words("OMP_DYNAMIC false") in words(output)
-    if library.LIBRARY:  # a path that is copied has no line breaks
+    if library.LIBRARY:  # the path has no line breaks, so it can be copied
         assert re.search(rf"^C library +{re.escape(library.LIBRARY_DETAIL)}$", output, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The page about a task of your own, and the examples in docs/examples, run as a reader would run them, but shorter."""
+"""The page about your own task, and the examples in docs/examples, run like a reader would, but shorter."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Output files of commands: the names that are allowed, the results of a failed write, and the mode of new files."""
+"""Output files of commands: allowed names, failed writes, and the mode of new files."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path, invoke: Invoke) -
 
 
 def test_output_that_goes_to_a_file_is_not_replaced_through_another_name(tmp_path: Path) -> None:
-    """An example is `bighorn memory --json /dev/stdout > log`: both texts are in the log."""
+    """After `bighorn memory --json /dev/stdout > log`, for example, both texts are in the log."""
     program = """
     import sys
     from pathlib import Path
@@ -109,7 +109,7 @@ def make_socket(path: Path) -> None:
 def test_what_is_no_file_is_refused(
     kind: str, make: Callable[[Path], None], linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # the names of sockets must be short
+    monkeypatch.chdir(tmp_path)  # names of sockets must be short
     make(Path("there"))
     Path("link").symlink_to("there")
     before = Path("there").stat()
@@ -140,7 +140,7 @@ def test_a_checkpoint_below_a_file_or_behind_a_loop_names_its_option(tmp_path: P
 
 
 def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
-    """It may be a misspelt one."""
+    """Its name may be misspelt."""
     made = "--save: made the folder rnus/deep"
     options = ("train", "--steps", 1, "--save", "rnus/deep/run.pt")
     assert [made in invoke(*options).output for _ in range(2)] == [True, False]
@@ -150,7 +150,7 @@ def test_a_folder_that_is_made_is_named(invoke: Invoke) -> None:
 def test_a_missing_folder_of_an_absolute_path_is_no_wish(
     command: tuple[str, str], invoke: Invoke, tmp_path: Path
 ) -> None:
-    """It is a misspelt name, or a disk that is not mounted; a relative path is below where the user is."""
+    """Its name is misspelt, or a disk is not mounted; a relative path is below the current folder."""
     wanted = tmp_path / "rnus" / "run"
     output = invoke(*command, wanted, code=1).output
     assert f"{command[1]} {wanted}: there is no folder {tmp_path / 'rnus'}. Correct the name, or make" in output

@@ -1,4 +1,4 @@
-"""``--log``: what the writers of TensorBoard and Weights & Biases are given."""
+"""``--log``: the values that the writers of TensorBoard and Weights & Biases receive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPARE = [
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """The runs of a module in place of wandb, with the values that it was given."""
+    """Return the runs of a replacement for wandb, with the values that it received."""
     made: list[SimpleNamespace] = []
 
     @contextmanager

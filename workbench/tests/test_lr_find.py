@@ -1,4 +1,4 @@
-"""``bighorn lr-find``: runs at fixed rates, of which the best go on."""
+"""``bighorn lr-find``: runs at fixed rates; the best continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.tests.command_line import Invoke, assert_self_contained
 
 
 def made(monkeypatch: pytest.MonkeyPatch, best: float, seen: list[RunConfig]) -> None:
-    """Let a run be the better the nearer its rate is to ``best``, or diverge where that is 0."""
+    """Let a run be better the nearer its rate is to ``best``, or diverge if that is 0."""
 
     def run(config: RunConfig, *_: Any) -> Trial:
         seen.append(config)

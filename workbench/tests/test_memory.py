@@ -125,7 +125,7 @@ def test_what_it_lists_are_contestants_and_other_packages() -> None:
 
 
 def test_state_of_other_packages(invoke: Invoke) -> None:
-    """The integration tests compare the counts with what those packages allocate."""
+    """The integration tests compare the counts with the packages' allocations."""
     params = [("w", torch.empty(256, 512, dtype=torch.bfloat16)), ("b", torch.empty(100, dtype=torch.bfloat16))]
     matrix, vector = 256 * 512, 100
     assert {name: [size(param) for _, param in params] for name, size in OF_OTHERS.items()} == {
@@ -224,7 +224,7 @@ def broken(): raise RuntimeError("no weights here")
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module in the current folder with models of all kinds."""
+    """Yield the name of a module in the current folder with models of all kinds."""
     name = f"zoo_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(CODE)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -322,14 +322,14 @@ def test_the_sums_come_first(invoke: Invoke) -> None:
 
 
 def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for transformers, whose own models are those of the integration tests."""
+    """A module replaces transformers; the integration tests build its real models."""
 
     class Config:
         architectures = ("Tiny",)
 
     class Tiny(nn.Linear):
         def __init__(self, config: Any) -> None:
-            assert config._attn_implementation == "eager"  # a kernel that the file names would be fetched
+            assert config._attn_implementation == "eager"  # a kernel named by the file would be downloaded
             super().__init__(40, 10, bias=False)
 
     def from_pretrained(path: str, local_files_only: bool, trust_remote_code: bool) -> Config:
@@ -352,7 +352,7 @@ def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatc
     invoke("memory", "--hf-config", "config.json", "--json", "m.json")
     assert json.loads(Path("m.json").read_text())["parameters"] == 400
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    Config.architectures = ("pipeline",)  # a function of the package, and no model
+    Config.architectures = ("pipeline",)  # a function of the package, not a model
     invoke("memory", "--hf-config", "config.json", "--json", "m.json")
     assert json.loads(Path("m.json").read_text())["parameters"] == 3
     assert not Path("was-here").exists()

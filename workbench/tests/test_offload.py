@@ -25,7 +25,7 @@ KEPT = ("loss", "batch_metrics", "lr", "metrics", "scale", "skipped")
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedOptimizer]:
-    """Let the CPU stand for a GPU; return the optimizers that were offloaded."""
+    """Let the CPU replace a GPU; return the list of offloaded optimizers."""
     made: list[OffloadedOptimizer] = []
 
     def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> OffloadedOptimizer:
@@ -51,7 +51,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedOptimizer]:
     ids=" ".join,
 )
 def test_an_offloaded_run_is_the_run(options: list[str], invoke: Invoke, stand_in: list[OffloadedOptimizer]) -> None:
-    """The run that one way has saved, the other loads."""
+    """Runs with and without offload load each other's checkpoints."""
     train = partial(invoke, "train", "--steps", 10, *options)
     train("--json", "plain.json", "--save", "plain.pt")
     train("--json", "offloaded.json", "--save", "offloaded.pt", "--offload")

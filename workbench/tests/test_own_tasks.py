@@ -1,4 +1,4 @@
-"""Tasks of users: what `--task FILE.py:NAME` takes, and how wrong ones are found before hours are spent."""
+"""Tasks of users: the forms of `--task FILE.py:NAME`, and early errors for wrong tasks."""
 
 import json
 import re
@@ -75,7 +75,7 @@ CIRCLES = Circles()
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A file in the current folder with tasks; another name in every test, since Python caches modules by name."""
+    """Yield the name of a file with tasks; it differs in every test, since Python caches modules by name."""
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(trial, "MOST_BATCHES", 1000)
     name = re.sub(r"\W", "_", f"mine_{tmp_path.name}")
@@ -171,7 +171,7 @@ def test_data_are_the_argument_of_the_name(invoke: Invoke, mine: str) -> None:
 def test_a_task_resumes_bitwise(
     invoke: Invoke, interrupt_after: Callable[[int], None], mine: str, name: str, step: int
 ) -> None:
-    """Within an epoch, at its end, in the second one, and with points that are augmented by the global generator."""
+    """The points are within an epoch, at its end, in the second one, and with augmentation by the global generator."""
     options = ["--task", f"{mine}.py:{name}", "--seed", 3]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(step)
@@ -358,7 +358,7 @@ def test_wrong_tasks_are_found_before_they_train(invoke: Invoke, mine: str, case
     path = Path(f"{mine}.py")
     path.write_text(f"{CODE}\nclass Wrong(Circles):\n    {member}\n")
     output = invoke("train", "--task", f"{mine}.py:Wrong", code=1).output
-    torch.set_default_device(None)  # torch's own switches, which some of the tasks leave in another place
+    torch.set_default_device(None)  # some tasks change torch's defaults
     torch.set_grad_enabled(True)
     for message in messages:
         assert message in output
@@ -427,7 +427,7 @@ WAYS_OUT = {
 
 @pytest.mark.parametrize("way", WAYS_OUT)
 def test_a_way_out_of_a_task_is_named_and_what_was_done_is_kept(invoke: Invoke, mine: str, way: str) -> None:
-    """Once the code is mended, the run goes on by the line that was printed; an evaluation that failed is made then."""
+    """After the code is corrected, the printed command continues the run, and repeats a failed evaluation."""
     path = Path(f"{mine}.py")
     path.write_text(CODE + ENDING + WAYS_OUT[way])
     options = ["--task", f"{mine}.py:Ending", "--report", "run.html", "--json", "run.json"]
@@ -446,7 +446,7 @@ def test_a_way_out_of_a_task_is_named_and_what_was_done_is_kept(invoke: Invoke, 
 
 @pytest.fixture
 def _default_interrupt() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt, also in a job that a shell has started in the background with it ignored."""
+    """Let SIGINT raise KeyboardInterrupt, also in a background job, in which a shell has it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -465,7 +465,7 @@ def test_a_ctrl_c_stays_one() -> None:
 
 
 def test_names_of_users_are_text_wherever_they_are_written(invoke: Invoke, mine: str) -> None:
-    """In a page, a figure, a table and on the terminal: an attribute, a template of `re`, a formula, no text at all."""
+    """Pages, figures, tables and the terminal show attributes, templates of `re`, formulas and non-text as text."""
     for name in ('a" onload="alert(1)', "\\1 \\ell $\\frac{1 <b>&", "\x1b[2J\udc80\u202e"):
         Path(f"{mine}.py").write_text(f"""{CODE}
 class Named(Circles):
@@ -511,7 +511,7 @@ def test_runs_need_a_split_to_be_judged_by_before_the_test(invoke: Invoke, mine:
 
 
 def test_the_test_data_are_looked_at_once_after_all_steps(invoke: Invoke, mine: str) -> None:
-    """The two tasks tell how often each split was evaluated; the trial of the task does so once with each."""
+    """The two tasks count the evaluations of each split; the trial of the task evaluates each once."""
     Path(f"{mine}.py").write_text(f"""{CODE}
 class Counting(Circles):
     evaluated = []
@@ -525,8 +525,8 @@ class Counting(Circles):
     result = json.loads(Path("r.json").read_text())["result"]
     assert (result["validation_error"], result["best_validation_error"], result["test_error"]) == (12, 3, 13)
     invoke("train", "--resume", "r.pt", "--task", f"{mine}.py:Counting")
-    again = sys.modules[mine].Counting.evaluated  # the file is imported anew
-    assert again == ["test", "validation"]  # of the trial alone: the test is in the checkpoint
+    again = sys.modules[mine].Counting.evaluated  # the file is imported again
+    assert again == ["test", "validation"]  # by the trial; the test's result is in the checkpoint
 
 
 def test_held_out_data_may_be_a_task_of_their_own(invoke: Invoke, mine: str) -> None:
@@ -615,7 +615,7 @@ def test_passes_are_seeded_by_seed_and_epoch_and_skipped_by_their_length() -> No
         counted = Counted()
         rest = Batches(counted, 1, seed=7)
         rest.skip(count)
-        assert counted.taken == 2 if count else 1  # one to know the length, one to take the rest of a pass
+        assert counted.taken == 2 if count else 1  # one to find the length, one for the rest of a pass
         assert [next(rest) for _ in range(35 - count)] == stream[count:]
 
 
@@ -631,7 +631,7 @@ def test_tensors_in_memory_are_a_task_of_their_own() -> None:
 
 
 def test_seeds_that_make_no_difference_are_refused_unless_that_is_meant(invoke: Invoke, mine: str) -> None:
-    """For `compare` alone, whose intervals are over seeds."""
+    """`compare` alone refuses them, since its intervals are over seeds."""
     path = Path(f"{mine}.py")
     code = f"{CODE}\nclass Seeded(Circles):\n    def model(self):\n        torch.manual_seed(0)\n"
     code += "        return super().model()\n"
@@ -661,7 +661,7 @@ def test_a_metric_that_seems_better_lower_must_say_so(invoke: Invoke, mine: str,
 
 
 def test_the_number_of_evaluations_does_not_change_a_run(mine: str) -> None:
-    """Though each pass of a DataLoader takes a random number, and so do the masks of dropout."""
+    """Each pass of a DataLoader, and each mask of dropout, draws random numbers."""
     names: dict[str, type] = {}
     exec(CODE, names)
     task = UserTask(names["Circles"](), f"{mine}.py:Circles")
@@ -672,7 +672,7 @@ def test_the_number_of_evaluations_does_not_change_a_run(mine: str) -> None:
 
 
 def test_a_constant_that_models_share_is_accepted(invoke: Invoke, mine: str) -> None:
-    """As the matrix of a graph, or a frozen part that is trained elsewhere."""
+    """Such a constant is the matrix of a graph, or a frozen part that is trained elsewhere."""
     Path(f"{mine}.py").write_text(
         f"""{CODE}
 class Sharing(Circles):

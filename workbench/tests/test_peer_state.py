@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bighorn_workbench.peer_state import OF_OTHERS
 from tests.support.tables import for_every
 
-# bitsandbytes and torchao quantize from 4,096 elements on, torchao whole blocks alone; GaLore projects the longer side.
+# bitsandbytes and torchao quantize from 4,096 elements on, torchao only whole blocks; GaLore projects the longer side.
 SHAPES = [(7,), (1, 300), (300, 1), (2, 3, 4), (64, 65), (20, 300), (70, 64, 1, 1), (5000,), (4096,), (64, 128),
           (300, 200)]  # fmt: skip
 
@@ -36,7 +36,7 @@ BUILD: dict[str, Callable[[Callable[[str], Any], list[nn.Parameter]], torch.opti
 
 
 def held(value: object) -> int:
-    """Return the bytes of a state: of a tensor, of the parts of a quantized one, or of a projection."""
+    """Return the bytes of a state: a tensor, the parts of a quantized one, or a projection."""
     if hasattr(value, "tensor_attrs"):
         return sum(getattr(value, name).nbytes for name in value.tensor_attrs)
     tensor = getattr(value, "ortho_matrix", value)

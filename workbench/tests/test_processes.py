@@ -44,7 +44,7 @@ MODES: dict[str, tuple[list[str], list[str]]] = {
     "text": (["train", "--task", "text", "--data", "text.txt", "--steps", "3", "--batch-size", "16"], []),
     "mnist": (["train", "--task", "mnist", "--data", "idx", "--steps", "3", "--batch-size", "16"], ["--tail-overlap"]),
 }
-"""The command of one process, and the options that several processes get in addition."""
+"""The command of one process, and the additional options of several processes."""
 
 RESUMED = [*DIGITS, "--max-grad-norm", "0.5"]
 REFUSED: list[tuple[list[str], str]] = [
@@ -60,7 +60,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which two processes have run everything that the tests below check."""
+    """Return the folder of the runs of two processes that the tests check."""
     folder = tmp_path_factory.mktemp("together")
     write_idx(folder / "idx")
     for name, text in (("text", "a"), ("only0", "a"), ("other0", "a"), ("other1", "+")):
@@ -102,7 +102,7 @@ def test_one_process_prints(together: Path) -> None:
 
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=[text[:40] for _, text in REFUSED])
 def test_what_one_process_refuses_ends_all(number: int, together: Path) -> None:
-    """One process prints the error, even if another one raised it; the others end silently."""
+    """One process prints the error, even if another one raises it; the others end silently."""
     assert REFUSED[number][1] in (together / f"error-{number}-0").read_text()
     assert (together / f"error-{number}-1").read_text() == "1"
 
@@ -144,7 +144,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_path: Path, invoke: Invoke) -> None:
-    """The other process ends at once, and the last complete checkpoint can be resumed."""
+    """The other process ends at once, and a run resumes from the last complete checkpoint."""
     ended = in_processes(2, tmp_path, [job(*DIGITS, *parallel, "--save", "run.pt", **{event: 3})])
     killed, other = (1, 0) if event == "kill" else (0, 1)
     assert ended[killed].code == -signal.SIGKILL
@@ -156,7 +156,7 @@ def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_p
 
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """As from a terminal, torchrun and all of its processes receive the signal; one process starts slowly."""
+    """Torchrun and all of its processes receive the signal, as from a terminal; one process starts slowly."""
     command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
     process = subprocess.Popen(
         command,
@@ -189,7 +189,7 @@ def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machines() -> Iterator[list[list[str]]]:
-    """Two network namespaces with a link between them: for each, the prefix of a command that runs inside it."""
+    """Yield, for two linked network namespaces, the prefix of a command that runs inside."""
     missing = [name for name in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"two machines need {', '.join(missing)}: install iproute2 and util-linux")
@@ -223,7 +223,7 @@ def test_two_machines(
     invoke: Invoke,
     interrupt_after: Callable[[int], None],
 ) -> None:
-    """The machines share only the link: the first one has the checkpoint, and it alone prints and writes."""
+    """The machines share only a link; the first one has the checkpoint, and it alone prints and writes."""
     interrupt_after(4)
     invoke(*RESUMED, "--save", "run.pt", code=130)
     folders = [tmp_path / "first", tmp_path / "second"]

@@ -1,4 +1,4 @@
-"""The end of processes: the cause of an abort that happens only occasionally is tested."""
+"""The end of processes: tests the cause of an occasional abort."""
 
 from __future__ import annotations
 

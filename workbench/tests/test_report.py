@@ -1,4 +1,4 @@
-"""Reports have their required contents, and load nothing from elsewhere."""
+"""Reports have their required contents, and load no other resources."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def test_report_of_a_run(invoke: Invoke) -> None:
     assert "bighorn train --epochs 3 --seed 7 --report run.html --json run.json" in page.text
     assert re.search(r"torch\s+\d", page.text)
     assert re.search(r"seed\s+7", page.text)
-    # Defaults that were not typed are shown too.
+    # Defaults are shown, too.
     assert re.search(r"batch size\s+128", page.text)
     assert re.search(r"weight decay\s+0\.01", page.text)
 
@@ -124,7 +124,7 @@ def test_smoothing_keeps_a_constant_and_the_ends() -> None:
 
 @pytest.mark.parametrize("xlabel", ["epoch", "learning rate"])
 def test_the_legend_has_the_lines_that_are_drawn(xlabel: str) -> None:
-    """A run of one evaluation is a point, one that diverged is nothing, and a colour is the same in all panels."""
+    """A run of one evaluation is a point, a diverged one is absent, and colours are the same in all panels."""
     nothing, gap = ([1.0, 2.0], [math.inf, math.nan]), ([1.0, 2.0, 3.0], [math.nan, 0.3, math.nan])
     first = [("whole", [1.0, 2.0], [0.5, 0.25]), ("lost", *nothing), ("single", [2.0], [0.5]), ("gap", *gap)]
     svg = plots.lines_in_panels([("a", first), ("b", [("gap", *gap)])], xlabel, "error", "optimizer", "loss")

@@ -27,7 +27,7 @@ def content(path: Path) -> dict[str, Any]:
 
 
 def rewrite(checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint of another program or model: what `bighorn train` itself would have written."""
+    """Write a checkpoint of another program or model, as `bighorn train` would."""
     torch.save({**checkpoint, "digest": digest(checkpoint)}, "run.pt")
 
 
@@ -248,7 +248,7 @@ def test_what_a_checkpoint_names_is_neither_imported_nor_opened(
 
 @pytest.fixture
 def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of what a module makes that is to be imported by no name; a FIFO, which no one writes to."""
+    """Return the path that a module creates if a name imports it by mistake; also make a FIFO without a writer."""
     for name in ("trap.py", "torch_trap.py"):
         (tmp_path / name).write_text("from pathlib import Path\nPath(__file__).with_name('was-here').mkdir()\n")
     os.mkfifo(tmp_path / "fifo")
@@ -273,7 +273,7 @@ def test_a_task_of_the_user_may_have_moved(invoke: Invoke, tmp_path: Path) -> No
 def test_an_interrupted_run_without_a_name_overwrites_no_other(
     invoke: Invoke, interrupt_after: Callable[[int], None]
 ) -> None:
-    """Its output is the command that resumes it, in quotes where a shell needs them."""
+    """It prints the command that resumes it, with quotes where a shell needs them."""
     interrupt_after(2)
     report = ["--report", "my report.html"]
     for seed, name in enumerate(("bighorn-digits-lamb-step2.pt", "bighorn-digits-lamb-step2-2.pt")):

@@ -74,7 +74,7 @@ HINTS = {
 
 @pytest.mark.parametrize("case", HINTS)
 def test_a_loss_that_does_not_fall_is_said_with_rates_to_try(invoke: Invoke, case: str) -> None:
-    """On the way, when the loss should have fallen, and at the end, where the report has it too."""
+    """The hint appears when the loss should have fallen, and at the end, also in the report."""
     options, verb, rates = HINTS[case]
     output = invoke("train", *options, "--epochs", 4, "--report", "run.html", "--json", "run.json").output
     words = f"{rates}; bighorn lr-find and bighorn compare find a rate."
@@ -87,7 +87,7 @@ def test_a_loss_that_does_not_fall_is_said_with_rates_to_try(invoke: Invoke, cas
 
 
 def test_a_loss_that_falls_late_has_a_hint_on_the_way_alone(invoke: Invoke, tmp_path: Path) -> None:
-    """After the warm-up and a tenth of the run, or an epoch if that is shorter."""
+    """The hint appears after the warm-up and a tenth of the run, or an epoch if that is shorter."""
     (tmp_path / "late.py").write_text(LATE)
     words = ["--task", f"{tmp_path / 'late.py'}:Late", "--steps", 60, "--json", "run.json"]
     output = invoke("train", *words).output
@@ -304,7 +304,7 @@ def test_an_unknown_command_names_the_nearest(invoke: Invoke) -> None:
     assert (
         "No such option '--batchsize'. Did you mean '--batch-size'?" in invoke("train", "--batchsize", 3, code=2).output
     )
-    assert "Did you mean" not in invoke("compare", "--lrs", 0.1, code=2).output  # it was --trials, for the dashes
+    assert "Did you mean" not in invoke("compare", "--lrs", 0.1, code=2).output  # once --trials, for the dashes
     assert "there are train, compare" in invoke("xyz", code=2).output
 
 
@@ -325,7 +325,7 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_options_agree_with_the_configuration(invoke: Invoke, name: str, config: type[Any]) -> None:
-    """Every field is an option with the field's default, and the help shows that default."""
+    """Every field is an option with the field's default, and the help shows the default."""
     command = group.get_command(click.Context(group), name)
     assert command is not None
     options = {option.name: option for option in command.params}
@@ -395,7 +395,7 @@ def test_options_that_an_optimizer_does_not_have(invoke: Invoke, options: list[s
 
 
 def test_the_rule_of_a_name_is_an_option() -> None:
-    """`came` is the recommended rule, and `came-published` that of the paper."""
+    """`came` is the recommended rule, and `came-published` the paper's."""
 
     def losses(name: str, *options: str) -> list[float]:
         task = TASKS["digits"](None)
@@ -438,7 +438,7 @@ def test_a_long_run_begins_with_an_estimate(invoke: Invoke, monkeypatch: pytest.
 
 
 def test_the_words_of_users_are_printed_as_they_are(invoke: Invoke) -> None:
-    """rich would read a llama and a colour there."""
+    """rich would interpret an emoji and a colour in them."""
     Path("[red].txt").write_text("ab" * 5000)
     output = invoke("train", "--task", "text", "--data", "[red].txt", "--steps", "1", "--json", ":llama:.json").output
     assert "JSON: :llama:.json" in output

@@ -1,4 +1,4 @@
-"""The number of command-line files that a reader goes through, from the call of `bighorn train` to its first step."""
+"""The number of command-line files on the way of a reader from the call of `bighorn train` to its first step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bighorn_workbench.commands import bighorn as group
 ROOT = Path(bighorn_workbench.__file__).parent
 MAX_FILES, MAX_MOVES = 12, 31
 LEAVES = {"checks", "tasks"}
-"""Modules whose functions are called for each option, and return what their name says."""
+"""Modules whose functions are called for each option, and are clear from their names."""
 
 
 def calls_to_the_first_step(*words: str) -> list[CodeType]:
@@ -40,7 +40,7 @@ def calls_to_the_first_step(*words: str) -> list[CodeType]:
 
 def test_train_reaches_its_first_step_through_few_files() -> None:
     command = ("train", "--steps", "1")
-    calls_to_the_first_step(*command)  # imports and filling caches are not a part of the walk
+    calls_to_the_first_step(*command)  # imports and filled caches are no part of the walk
     found = calls_to_the_first_step(*command)
     start = [(Path(code.co_filename).name, code.co_name) for code in found].index(("train.py", "train"))
     files = [Path(code.co_filename) for code in found[start:]]

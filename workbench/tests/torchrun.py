@@ -1,4 +1,4 @@
-"""Commands of ``bighorn`` in several processes, under torchrun or forked; the processes run `torchrun_worker.py`."""
+"""Commands of ``bighorn`` in several processes, under torchrun or forked, which run `torchrun_worker.py`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A program for torchrun: it runs commands of ``bighorn`` without dropout, so that results do not depend on processes.
+"""A program for torchrun that runs commands of ``bighorn`` without dropout: results do not depend on processes.
 
 Its argument is a JSON list of jobs. A job has a ``command``, in which ``{rank}`` is replaced by the rank, and may have:
 ``interrupt``, the step before which a Ctrl-C arrives; ``fail``, the step before which process 1 raises; ``kill``, the
@@ -62,7 +62,7 @@ def run(
         return update_step(self)
 
     def save(checkpoint: Any, file: Any, **options: Any) -> None:
-        # torch's object collectives save, too, and a Ctrl-C may come before step 1
+        # torch's object collectives call torch.save, too, and a Ctrl-C may come before step 1
         if kill_saving and present == kill_saving and RANK == 0 and "format" in checkpoint:
             file.write(b"the beginning")
             file.flush()

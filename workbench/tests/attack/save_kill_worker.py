@@ -33,14 +33,14 @@ def save_next(run: Run, place: Path) -> None:
 
 
 def killed(run: Run, place: Path, delay: float) -> int:
-    """Return the exit status of a process that saves repeatedly and is killed after `delay` seconds of its processor.
+    """Return the exit status of a process that saves repeatedly and is killed after `delay` seconds of processor time.
 
-    Seconds of a clock would end it before its first save on a machine that is busy.
+    On a busy machine, wall-clock time would end it before its first save.
     """
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at any point, also within a write
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at any point, also in a write
             signal.setitimer(signal.ITIMER_PROF, delay)
             while True:
                 save_next(run, place)

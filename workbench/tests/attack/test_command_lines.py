@@ -1,4 +1,4 @@
-"""Random command lines exit with status 0, 1 or 2 and print a message. All their paths are in one folder."""
+"""Random command lines exit with status 0, 1 or 2 and print a message. All paths are in one folder."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ PARAMETERS = {
 
 
 def values_of(parameter: click.Parameter) -> Sequence[str]:
-    """Return valid and invalid values of an option, chosen by its name or else by its type."""
+    """Return valid and invalid values of an option by its name, or else by its type."""
     name = parameter.opts[0]
     if name in VALUES:
         return VALUES[name]

@@ -27,7 +27,7 @@ Damage = Callable[[bytes], bytes]
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of a run, `run.pt`."""
+    """Return a folder with the checkpoint of a run, `run.pt`."""
     folder = tmp_path_factory.mktemp("saved")
     assert train("--steps", 1, "--precision", "fp16", "--save", folder / "run.pt")[0] == 0
     return folder
@@ -39,7 +39,7 @@ def train(*words: object) -> tuple[int, str]:
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """Return the state of a run that has resumed from this checkpoint."""
+    """Return the state of a run that resumes from a checkpoint."""
     saved = checkpoint.load(path)
     run = Run(checkpoint.config_of(saved, {}), held_out(TASKS["digits"](None)), Ranks())
     checkpoint.restore(run, saved)
@@ -60,7 +60,7 @@ def assert_as_it_was_or_refused(path: Path, intact: Path) -> None:
 
 
 def assert_resumes_or_says_why(path: Path) -> None:
-    """Check that a run resumes from this checkpoint, or refuses it with one message and does not change it."""
+    """Check that a run resumes from a checkpoint, or refuses it with one message and does not change it."""
     before = path.read_bytes()
     code, output = train("--resume", path, "--save", path.parent / "out.pt")
     assert code in {0, 1}, output

@@ -23,11 +23,11 @@ MISSING = object()
 NAMES = ["fifo", "os:abort", "trap.py:Task", "trap:0", "\x1b[2J\udc80"]
 WRONG: list[Any] = [None, -1, "text", [1], {"a": 1}, float("nan"), torch.ones(2), 10**400, MISSING]
 EVERY = 16 * SHARE
-"""Of all places and wrong values, a seed tries each of so many."""
+"""A seed tries one of this many places and wrong values."""
 
 
 def places(value: Any, keys: Keys = ()) -> Iterator[Keys]:
-    """Yield the paths of keys to all values of a checkpoint, a missing key of each dict and the first item of lists."""
+    """Yield the paths of keys to all values of a checkpoint, a missing key of dicts and the first item of lists."""
     here = [*value, "newer"] if isinstance(value, dict) else range(min(1, len(value)))
     for key in here:
         yield (*keys, key)
@@ -57,7 +57,7 @@ def resume() -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # then state is loaded by position
+@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # state is loaded by position
 def test_an_edit_resumes_or_ends_in_one_message(invoke: Invoke) -> None:
     invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")
     whole = torch.load("run.pt", weights_only=True)
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_a_later_version_names_the_option_and_the_remedy(invoke:
     assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output
 
 
-@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # then state is loaded by position
+@pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # state is loaded by position
 def test_an_edit_that_is_signed_resumes_or_ends_in_one_message(invoke: Invoke) -> None:
     """The digest has no key. A text also becomes some of the names."""
     invoke("train", "--steps", 2, "--threads", 1, "--precision", "fp16", "--save", "run.pt")

@@ -1,4 +1,4 @@
-"""A user's task that misbehaves trains or ends in one message; a name of a metric is text, wherever it is shown."""
+"""A user's task that misbehaves trains or ends in one message; the name of a metric is shown as text everywhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ METRICS = (
     "../up",
     "%s",
 )
-"""Names of the metric: a name, and what a page, a terminal, a template, mathematics, a path or a format would obey."""
+"""Names of the metric: a plain one, and markup of pages, terminals, templates, mathematics, paths and formats."""
 
 BODIES: Mapping[str, Sequence[str]] = {
     "metric": tuple(f"metric = {name!r}" for name in (*METRICS, 7, None)),

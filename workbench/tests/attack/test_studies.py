@@ -1,4 +1,4 @@
-"""A study whose file is torn or damaged goes on, or is refused with one message and left as it is."""
+"""A study with a torn or damaged file continues, or is refused with one message and left unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.tests.command_line import call
 
 
 def compare(path: Path) -> tuple[int, str]:
-    """Return the exit code and the output of a comparison that goes on with a study."""
+    """Return the exit code and the output of a comparison that continues a study."""
     words = ["compare", *QUICK["compare"], "--epochs=0.5", "--study", str(path)]
     result = call(*words)
     return result.exit_code, result.output
@@ -23,7 +23,7 @@ def compare(path: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a study that has ended."""
+    """Return the file of a complete study."""
     path = tmp_path_factory.mktemp("study") / "study.jsonl"
     code, output = compare(path)
     assert code == 0, output

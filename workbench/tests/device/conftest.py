@@ -1,4 +1,4 @@
-"""Tests with a `device` that the stand-in is are called in a process that has it."""
+"""Calls tests of the stand-in device in a process that has registered it."""
 
 from tests.device.conftest import device, pytest_pyfunc_call
 

@@ -1,4 +1,4 @@
-"""Commands on an accelerator that torch does not have, the stand-in."""
+"""Commands on the stand-in for an accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device.stand_in import MODES
 
 @on(*MODES)
 def test_doctor_says_what_there_is() -> None:
-    """The row of the accelerator is of its own steps, not of the CPU's."""
+    """The row of the accelerator reports its steps, not the CPU's."""
     ran = CliRunner().invoke(bighorn, ["doctor"])
     assert ran.exit_code == 0, ran.output
     assert "npu" in ran.output, f"no row of npu: {ran.output}"
@@ -22,7 +22,7 @@ def test_doctor_says_what_there_is() -> None:
 
 @on("no float64")
 def test_the_command_line_trains_and_resumes() -> None:
-    """`--device` takes any device of torch; a run that is resumed has the generator of the device."""
+    """`--device` takes any device of torch; a resumed run restores the device's generator."""
     with tempfile.TemporaryDirectory() as folder:
         save, steps = str(Path(folder) / "run.pt"), ["--steps", "6"]
         for arguments in (

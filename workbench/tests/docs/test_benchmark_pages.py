@@ -78,7 +78,7 @@ def test_the_study_of_adapters_shows_what_its_page_says() -> None:
 
 
 def test_the_page_of_peft_has_the_differences_of_the_study() -> None:
-    """It once called 0.03 behind for LoRA as good, and 0.02 behind for LoKr slightly behind."""
+    """It once described LoRA, 0.03 behind, as good, and LoKr, 0.02 behind, as slightly behind."""
     page, runs = (ROOT / "docs" / "with-peft.md").read_text(), json.loads(adapters.RESULT.read_text())["runs"]
     for adapter in adapters.ADAPTERS:
         behind = set()
@@ -99,7 +99,7 @@ def test_a_table_behind_the_readme_is_that_of_the_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", front.PICTURES)
 def test_a_picture_of_the_readme_shows_the_files(name: str) -> None:
-    """Its numbers are words of the SVG, and matplotlib's versions differ in everything else."""
+    """The texts of the SVG contain its numbers; versions of matplotlib differ in the rest."""
     words = re.compile(r"<text[^>]*>([^<]*)</text>")
     shown = (ROOT / "docs" / f"{name}.svg").read_text()
     assert words.findall(shown) == words.findall(front.PICTURES[name]())
@@ -108,7 +108,7 @@ def test_a_picture_of_the_readme_shows_the_files(name: str) -> None:
 
 @for_every("picture", [*ROOT.glob("docs/*.svg"), *result_files.RESULTS.glob("*.svg")], ids=lambda path: path.name)
 def test_a_picture_has_its_colours_where_css_variables_are_unknown(picture: Path) -> None:
-    """Such viewers ignore a style with a variable, and drew black."""
+    """Such viewers ignore a style with a variable, and once drew black."""
     tags = re.findall(r"<[^>]*var\(--[^>]*>", picture.read_text().partition("</style>")[2])
     assert tags
     for tag in tags:
@@ -152,7 +152,7 @@ def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> Non
 def test_the_page_of_precisions_says_what_was_measured() -> None:
     page = (ROOT / "docs" / "precision-results.md").read_text()
     columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
-    labels = list(columns[0])[1:]  # without the one that the others are relative to
+    labels = list(columns[0])[1:]  # without the baseline
     assert len(labels) == 15
     for label in labels:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page

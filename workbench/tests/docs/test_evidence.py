@@ -1,4 +1,4 @@
-"""`make evidence`: new runs are held against the published intervals."""
+"""`make evidence`: compares new runs with the published intervals."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CELLS = [cell for row in cells_of("equal-digits").values() for cell in row]
     [
         ([0.98], 1, True),
         ([0.90], 1, False),
-        ([0.90], 20, True),  # of 20 cells, one is expected to be so far away
+        ([0.90], 20, True),  # one of 20 cells is expected at this distance
         ([1.10], 20, False),
         ([0.94], 1, True),
-        ([0.94, 0.94, 0.94, 0.94], 1, False),  # more seeds say more
+        ([0.94, 0.94, 0.94, 0.94], 1, False),  # more seeds, narrower interval
         ([0.0], 20, False),  # diverged
         ([math.nan], 20, False),
     ],
@@ -72,7 +72,7 @@ def test_a_tenth_of_the_runs_is_repeated() -> None:
     cells = [each for study in evidence.STUDIES for each in evidence.repeats(study, None)]
     published = sum(len(each.cell.trials) + len(each.cell.finals) for each in cells)
     assert 0.1 <= sum(len(each.seeds) for each in cells) / published <= 0.12
-    for each in cells:  # of a cell of the digits 34 runs are published, and one takes 0.2 to 2.8 seconds
+    for each in cells:  # a cell of the digits has 34 published runs of 0.2 to 2.8 seconds
         seconds = each.cell.saved["seconds"]
         if each.study == "equal-digits":
             assert len(each.seeds) == (1 if seconds > 0.5 else 17)

@@ -1,4 +1,4 @@
-"""The bytes in docs/memory.md are the predicted ones; run as a program, this file writes them there."""
+"""The bytes in docs/memory.md equal the predicted ones; run as a program, this file writes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def per_parameter(bytes_: dict[str, int], params: Named) -> float:
 
 
 def of_state() -> list[str]:
-    """Return a table of the state's bytes per parameter of some models, with fp32 weights."""
+    """Return a table of bytes of state per parameter for some models, with fp32 weights."""
     lines = ["| optimizer | " + " | ".join(SETS) + " |", "|---" * (1 + len(SETS)) + "|"]
     models = [shapes(name) for name in SETS]
     for name, predict in FOOTPRINTS.items():
@@ -36,7 +36,7 @@ def of_state() -> list[str]:
 
 
 def of_training() -> list[str]:
-    """Return a table of the bytes per parameter of weights, gradients and state, with bf16 weights."""
+    """Return a table of bytes per parameter for weights, gradients and state, with bf16 weights."""
     lines = ["| optimizer | bert_base | released | llama_1b | released |", "|---|---|---|---|---|"]
     models = [shapes(name, torch.bfloat16) for name in ("bert_base", "llama_1b")]
     rows: list[tuple[str, str, dict[str, str]]] = [(name, name, {}) for name in WITH_BF16]

@@ -1,4 +1,4 @@
-"""The comparisons in the docs are those of the files; `python workbench/benchmarks/studies.py` updates them."""
+"""The comparisons in the docs equal the result files; `python workbench/benchmarks/studies.py` updates them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_verdicts_at_equal_tuning_are_those_of_the_pages() -> None:
 
 @for_every("name", equal_tuning.names("equal tuning"))
 def test_the_pictures_at_equal_tuning_show_the_files(name: str) -> None:
-    """Their words are compared, since matplotlib's versions differ in everything else."""
+    """Only texts are compared, since versions of matplotlib differ in the rest."""
     words = re.compile(r"<text[^>]*>([^<]*)</text>")
     for file, picture in equal_tuning.pictures(name).items():
         assert words.findall((RESULTS / f"{file}.svg").read_text()) == words.findall(picture), file
@@ -96,7 +96,7 @@ def test_the_command_of_a_page_is_one_that_there_is(name: str) -> None:
 
 
 def test_the_leads_of_lamb_are_those_of_the_files() -> None:
-    """The study of each states LAMB's lead over AdamW; docs/lamb.md counts the one that is clear."""
+    """Each study states LAMB's lead over AdamW; docs/lamb.md counts the clear one."""
     clear = []
     for name, batches in (("large-batch", (1024, 16384)), ("batch-and-state", (16, 128))):
         page = " ".join((RESULTS / f"{name}.md").read_text().split())
@@ -119,7 +119,7 @@ def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None
 
 
 def test_few_steps_need_the_bias_correction_of_came() -> None:
-    """docs/came.md, docs/rates.md and docs/which-optimizer.md say so."""
+    """docs/came.md, docs/rates.md and docs/which-optimizer.md recommend it."""
     losses: dict[bool, list[float]] = {}
     for corrected in (False, True):
         torch.manual_seed(0)

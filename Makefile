@@ -1,10 +1,10 @@
-# `make train` and `make test` are all the set-up there is: they make .venv, install the library and the workbench, and run.
+# `make train` and `make test` need no set-up: they make .venv, install the library and the workbench, and run.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-# Where it is set, as in images of Python, each process of the tests would compile all modules anew: 3 seconds of each worker.
+# Docker images of Python set it; each process of the tests would then compile all modules again, in 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
 
@@ -31,8 +31,8 @@ help:
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the environment and all caches"
 
-# The C code is part of an editable install only through a rebuild, so the stamp depends on it. A build environment of pip's
-# own would be a new one each time, and the whole library compiled anew: with that of $(VENV) only what has changed is.
+# An editable install contains the C code only after a rebuild, so the stamp depends on it. pip would make a new build
+# environment each time, and compile the whole library; with the tools of $(VENV), only changed sources are compiled.
 STAMP := $(VENV)/installed
 EDITABLE := --no-build-isolation --config-settings build-dir=build/editable --config-settings cmake.define.BIGHORN_WERROR=ON
 WORKBENCH := --editable './workbench[study]'
@@ -46,8 +46,8 @@ $(STAMP): pyproject.toml workbench/pyproject.toml constraints.txt CMakeLists.txt
 	  --constraint constraints.txt $(EDITABLE) --editable '.[dev]' $(WORKBENCH)
 	touch $(STAMP)
 
-# Other versions of Triton, which has wheels for Linux alone, beside the environment: the oldest that is claimed, and those
-# that the slow tests add.
+# Other versions of Triton, unpacked beside the environment: the oldest supported one, then versions for the slow tests.
+# Triton has wheels for Linux alone.
 ifeq ($(shell uname),Linux)
 TRITONS := 3.3.1
 MORE_TRITONS := 3.4.0 3.5.1 3.6.0 3.8.0 3.9.0
@@ -68,7 +68,7 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Without the library, whose sources may wait for what this writes.
+# Does not install the library, whose sources may depend on the new header.
 options:
 	test -x $(BIN)/python || $(MAKE) $(STAMP)
 	$(BIN)/python -m tests.csrc.options_header
@@ -91,8 +91,8 @@ QUICK ?= tests/math tests/contract tests/errors tests/scaling tests/backends/tes
 quick: $(STAMP)
 	$(BIN)/pytest -n 2 --dist load -q -m "not slow and not process and not long" $(QUICK)
 
-# auditwheel names the wheel by the oldest glibc that suffices; what it had to add would show as a folder of libraries.
-# The README in it has absolute links, so that it can be read on a package index.
+# auditwheel names the wheel after the oldest sufficient glibc; libraries that it adds would appear in a folder of the wheel.
+# The README in the wheel has absolute links, which work on a package index.
 REPOSITORY := $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
 dist: $(STAMP)
 	rm -rf build/dist build/tree dist
@@ -107,8 +107,8 @@ dist: $(STAMP)
 	$(BIN)/python -m build --outdir dist build/tree/workbench
 	$(BIN)/python tests/package/fresh_install.py dist
 
-# The C library of other platforms, by Zig's compiler, a wheel of 100 MB. Its kernels take steps in an emulator, where there is
-# one; Debian's packages are qemu-user-static and wine64. PLATFORMS="aarch64-macos x86_64-windows-gnu" selects some.
+# The C library of other platforms, compiled by Zig, a wheel of 100 MB. An emulator runs its kernels if one is installed:
+# Debian's packages are qemu-user-static and wine64. PLATFORMS="aarch64-macos x86_64-windows-gnu" selects some.
 PLATFORMS ?=
 cross: build/zig/installed
 	build/zig/bin/python -m tests.csrc.cross $(PLATFORMS)
@@ -121,11 +121,11 @@ build/zig/installed: Makefile # its recipe has the packages
 	  --platform win_amd64 --only-binary=:all: --no-deps intel-openmp
 	touch $@
 
-# Other versions of torch, each in an environment of its own: the oldest that pyproject.toml claims, and the newest that
-# exists or the version that TORCH names. PyPI's build for Linux brings 3 GB of CUDA; PIP_INDEX_URL may name an index that
-# has builds without it. With the oldest the tests leave out FSDP2, which in torch 2.7 on the CPU gives the sum of float32
-# and bfloat16 gradients over ranks in place of their mean. Both leave out Triton's interpreter, which fails in 3.3 with
-# NumPy 2.4, and in 3.9 at a mask that the compilers accept; the tests of the pinned torch compile with each Triton.
+# Other versions of torch, each in a separate environment: the oldest one in pyproject.toml, and the newest one or the
+# version in TORCH. PyPI's build for Linux installs 3 GB of CUDA; PIP_INDEX_URL may name an index with builds without it.
+# With the oldest the tests omit FSDP2: on the CPU, torch 2.7 returns the sum of float32 and bfloat16 gradients over ranks
+# in place of their mean. Both omit Triton's interpreter, which fails in 3.3 with NumPy 2.4, and in 3.9 at a mask that the
+# compilers accept; the tests of the pinned torch compile with each Triton.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 TORCH ?=
 OLDEST := build/torch-$(OLDEST_TORCH)
@@ -136,7 +136,7 @@ build/torch-%/installed: pyproject.toml workbench/pyproject.toml CMakeLists.txt 
 	  '$(if $(filter newest,$*),torch,torch==$*.*)' hypothesis pytest pytest-timeout pytest-xdist
 	touch $@
 
-# Warnings of other versions are no failures.
+# Warnings of other versions are not failures.
 WITH_TORCH = $(1)/bin/bighorn doctor --require cpu && \
 	$(1)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow" -W default \
 	  --ignore tests/integrations --ignore tests/gpu --ignore workbench/tests/gpu --ignore tests/package/test_architecture.py \
@@ -148,7 +148,7 @@ oldest-torch: $(OLDEST)/installed
 newest-torch: $(NEWEST)/installed
 	$(call WITH_TORCH,$(NEWEST))
 
-# torch_xla needs the torch of its own version. Nothing here uses a GPU, also if that torch is a build for one.
+# torch_xla needs the torch of its version. The tests use no GPU, even if that torch is a CUDA build.
 XLA_VERSION := 2.9
 XLA := build/xla-$(XLA_VERSION)
 $(XLA)/installed: pyproject.toml workbench/pyproject.toml
@@ -163,7 +163,7 @@ xla: $(XLA)/installed
 slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
-# The C library that ends the process at a wrong address or at undefined behaviour, with the package, beside the other.
+# A second install of the package, whose C library ends the process at a wrong address or at undefined behaviour.
 build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py src/bighorn/kernels/csrc/*)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $@ \
 	  --config-settings cmake.define.BIGHORN_SANITIZE=ON --config-settings build-dir=build/sanitized-objects .
@@ -184,8 +184,8 @@ SEED ?= 1
 attack: $(STAMP) build/sanitized
 	$(BIN)/python -m tests.attack.run --minutes $(MINUTES) --seed $(SEED)
 
-# Trainers that would bring CUDA or another torch come without their dependencies: the tests import the modules that build
-# optimizers, and say which ones; fastprogress needs fasthtml from 1.1 on. UPGRADE=--upgrade takes the newest versions, as a nightly run does.
+# Trainers that depend on CUDA or another torch are installed without dependencies: the tests import only the modules that
+# build optimizers. fastprogress needs fasthtml from 1.1 on. UPGRADE=--upgrade installs the newest versions, like a nightly run.
 WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl 'megatron-core==0.16.*' \
 	addict art colorama einops spmd_types torch_checkpointing torchdata \
 	trl diffusers sentence-transformers \
@@ -201,8 +201,8 @@ integrations: $(STAMP)
 	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_peer_state.py workbench/tests/test_examples.py workbench/tests/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
 	$(BIN)/python -m tests.integrations.page
 
-# A Python whose torch sees a GPU is used as it is, and nothing is downloaded: containers with a torch of their own have no
-# need of another. Elsewhere the environment is made as for everything else.
+# A Python whose torch finds a GPU runs the tests without any download, since containers have their own torch. Other machines
+# use $(VENV).
 RESULTS ?= build/gpu
 STEPS ?= smoke cases rest bench tuning
 gpu:
@@ -213,7 +213,7 @@ gpu:
 	  $(MAKE) $(STAMP) && $(BIN)/python benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	fi
 
-# The counts are the same on every run, so that a test compares them. Those of the C library need valgrind.
+# Counts are the same on every run, so a test compares them. Counts of the C library need valgrind.
 BECAUSE ?=
 ledger: $(STAMP)
 	$(BIN)/python benchmarks/ledger.py --because "$(BECAUSE)"

@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
 CPU = torch.device("cpu")
 NO_PARAMS: Any = None
-"""The name is that of torch's own table."""
+"""torch's table has the same name."""
 
 
 def inputs_of_lamb(device: torch.device, dtype: torch.dtype | None = None) -> list[OptimizerInput]:

@@ -467,7 +467,7 @@ size_t stand_in_peak() {
     return peak - held_at_reset;
 }
 
-// Writes lines of a count and its name, as many as there is space for, and returns the bytes that all take.
+// Writes a line for each count and its name if all of them fit, and returns the bytes of all lines.
 size_t stand_in_counts(char *out, size_t size) {
     Lock lock(mutex);
     std::string text;

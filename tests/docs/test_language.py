@@ -42,7 +42,11 @@ PAGES = [
     "workbench/benchmarks/**/*.md",
 ]
 
-SOURCES = ["src", "workbench/src", "benchmarks", "workbench/benchmarks"]
+SOURCES = [
+    *("conftest.py", "Makefile", "pyproject.toml", ".github/**/*.yml"),
+    *("docs/*.py", "docs/_ext/*.py", "docs/examples/*.py"),
+    *("src/**/*", "benchmarks/**/*", "tests/**/*", "workbench/**/*"),
+]
 
 
 def prose() -> Iterator[tuple[str, str]]:
@@ -58,15 +62,19 @@ def prose() -> Iterator[tuple[str, str]]:
 
 
 def remarks() -> Iterator[tuple[str, str]]:
-    """Yield the docstrings and comments of the library, the workbench and the benchmarks."""
-    readers = {".py": of_python, ".c": of_c, ".h": of_c}
-    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.*")):
-        if path.suffix in readers:
-            yield from ((str(path.relative_to(ROOT)), text) for text in readers[path.suffix](path.read_text()))
+    """Yield the docstrings and comments of files that contain a phrase anywhere."""
+    readers = {
+        ".py": of_python,
+        **dict.fromkeys((".c", ".h", ".cpp"), of_c),
+        **dict.fromkeys((".toml", ".yml", ""), of_make),
+    }
+    for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()}):
+        if path.suffix in readers and found(re.sub("[#*/]", " ", source := path.read_text())):  # parsing is slow
+            yield from ((str(path.relative_to(ROOT)), text) for text in readers[path.suffix](source))
 
 
 def of_python(source: str) -> Iterator[str]:
-    """Yield the docstrings, also of variables, and the comments; those on consecutive lines are one."""
+    """Yield docstrings, also of variables, and comments; comments on consecutive lines are one."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
@@ -81,6 +89,11 @@ def of_c(source: str) -> Iterator[str]:
     """Yield the comments."""
     for match in re.finditer(r"/\*.*?\*/|//[^\n]*", source, re.DOTALL):
         yield re.sub(r"^ *\*", "", match[0], flags=re.MULTILINE)
+
+
+def of_make(source: str) -> Iterator[str]:
+    """Yield the comments after `#`; comments on consecutive lines are one."""
+    yield from re.split(r"\n{2,}", re.sub(r"^[^#\n]*#?", "", source, flags=re.MULTILINE))
 
 
 def messages() -> Iterator[tuple[str, str]]:
@@ -137,6 +150,7 @@ def test_a_phrase_is_found() -> None:
             "size = 1  # The bytes are those of weights",
         ],
         of_c: ["/* The bytes are those\n * of weights */", "int size; // The bytes are those of weights\n"],
+        of_make: ["# The bytes are those\n# of weights\nall:", 'size = "1"  # The bytes are those of weights\n'],
     }
     for reader, texts in sources.items():
         for text in texts:

@@ -32,7 +32,10 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from resident_memory import CONTESTANTS, stack
 
 WIDTH = 5.0
-"""Inches; narrow, so that two fit side by side on a README, and one on a telephone."""
+"""Inches; narrow enough for a telephone."""
+
+SHOWN = 408
+"""Pixels of the README's two pictures, which then fit side by side in 820."""
 
 SPEED = {
     "200 tiny tensors": ("step-fp32", "tiny"),
@@ -147,7 +150,7 @@ def memory_picture() -> str:
         axes.xaxis.set_major_formatter("{x:.1f}")
         axes.set_xlabel("bytes per parameter, without activations")
         figure.legend(loc="outside upper left", ncols=4, fontsize=10)
-        return plots.standalone(to_svg(figure, "bytes per parameter of a training step"))
+        return plots.standalone(to_svg(figure, "bytes per parameter of a training step"), SHOWN)
 
 
 PEERS = {
@@ -172,7 +175,7 @@ def peer_ratios(panel: str) -> dict[str, float]:
 def speed_picture() -> str:
     """The time of a step beside other packages' optimizers, relative to fused AdamW's."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.6))
+        figure = Figure(figsize=(WIDTH, 4.5))
         grid = figure.subplots(len(PEERS), 1, height_ratios=[len(bars) for bars in PEERS.values()])
         for axes, panel in zip(grid, PEERS, strict=True):
             found = peer_ratios(panel)
@@ -191,7 +194,7 @@ def speed_picture() -> str:
             axes.xaxis.set_major_formatter("{x:.1f}")  # a digit alone is too narrow on a telephone
             axes.set_title(panel, fontsize=11, loc="left", color=INK)
         grid[-1].set_xlabel("time of a step / fused AdamW (dashed)")
-        return plots.standalone(to_svg(figure, "time of a step relative to AdamW"))
+        return plots.standalone(to_svg(figure, "time of a step relative to AdamW"), SHOWN)
 
 
 PICTURES = {"front-batch": batch_picture, "front-memory": memory_picture, "front-speed": speed_picture}

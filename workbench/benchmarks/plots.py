@@ -61,8 +61,8 @@ def _with_attributes(style: re.Match[str]) -> str:
     return "".join(f'{name}="{FALLBACKS[variable]}" ' for name, variable in coloured) + style[0]
 
 
-def standalone(svg: str) -> str:
-    """A figure of a report as a file of its own: with the page's colours, light or dark as the reader's system is.
+def standalone(svg: str, width: int | None = None) -> str:
+    """Return a figure as a file with the page's colours, light or dark by the reader's system; `width` is in pixels.
 
     `docs/_ext/pictures.py` removes these rules, and the site's own colours hold. Viewers without CSS variables ignore
     a style that has one, and take the light colours from attributes.
@@ -76,7 +76,7 @@ def standalone(svg: str) -> str:
         f"@media (prefers-color-scheme:dark){{:root{{background:#15171b;{dark}}}}}</style>"
     )
     svg = re.sub(r'style="([^"]*)"', _with_attributes, svg)
-    width = re.search(r'viewBox="0 0 ([\d.]+)', svg)
-    assert width is not None
-    svg = svg.replace("<svg", f'<svg width="{float(width[1]) * 4 / 3:.0f}"', 1)
+    drawn = re.search(r'viewBox="0 0 ([\d.]+)', svg)
+    assert drawn is not None
+    svg = svg.replace("<svg", f'<svg width="{width or float(drawn[1]) * 4 / 3:.0f}"', 1)
     return re.sub(r"(<svg[^>]*>)", rf"\1{rules}", svg, count=1) + "\n"

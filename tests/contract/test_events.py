@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,20 +46,31 @@ def with_gaps(tensors: list[Tensor]) -> list[Tensor]:
 
 
 Arrange = Callable[[list[Tensor]], list[Tensor]]
-STORAGES: dict[str, tuple[Arrange, torch.dtype, dict[str, Any]]] = {
-    "plain": (apart, torch.float32, {}),
-    "buffer": (in_one_buffer, torch.float32, {}),
-    "transposed": (transposed, torch.float32, {}),
-    "gaps": (with_gaps, torch.float32, {}),
-    "float64": (apart, torch.float64, {}),
-    "complex": (apart, torch.complex64, {}),
-    "stacked": (apart, torch.float32, {"stacked": True}),
-    "centred": (transposed, torch.float32, {"grad_centralization": True}),
-    "int8": (apart, torch.float32, {"state_dtype": "int8", "min_8bit_size": 0}),
-    "int4": (apart, torch.float32, {"state_dtype": "int4", "min_8bit_size": 0}),
-    "master": (apart, torch.bfloat16, {"weight_rounding": "master"}),
-    "kahan": (in_one_buffer, torch.bfloat16, {"weight_rounding": "kahan", "state_dtype": "bfloat16"}),
-    "stochastic": (transposed, torch.bfloat16, {"weight_rounding": "stochastic"}),
+
+
+class Storage(NamedTuple):
+    """How parameters lie in memory, their dtype, and options of the optimizer and of its first group."""
+
+    arrange: Arrange = apart
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = {}  # noqa: RUF012
+    of_group: dict[str, Any] = {}  # noqa: RUF012
+
+
+STORAGES = {
+    "plain": Storage(),
+    "buffer": Storage(in_one_buffer),
+    "transposed": Storage(transposed),
+    "gaps": Storage(with_gaps),
+    "float64": Storage(dtype=torch.float64),
+    "complex": Storage(dtype=torch.complex64),
+    "stacked": Storage(of_group={"stacked": True}),
+    "centred": Storage(transposed, of_group={"grad_centralization": True}),
+    "int8": Storage(options={"state_dtype": "int8", "min_8bit_size": 0}),
+    "int4": Storage(options={"state_dtype": "int4", "min_8bit_size": 0}),
+    "master": Storage(apart, torch.bfloat16, {"weight_rounding": "master"}),
+    "kahan": Storage(in_one_buffer, torch.bfloat16, {"weight_rounding": "kahan", "state_dtype": "bfloat16"}),
+    "stochastic": Storage(transposed, torch.bfloat16, {"weight_rounding": "stochastic"}),
 }
 
 
@@ -176,17 +187,15 @@ def twin(param: Parameter) -> Parameter:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event(event: str, storage: str, kind: Kind, backend: str) -> None:
-    arrange, dtype, options = STORAGES[storage]
+    arrange, dtype, options, of_group = STORAGES[storage]
     if kind is Lars and backend == "cpu" and "state_dtype" in options:
         pytest.skip("the C library keeps no momentum of LARS in blocks")
     if (event, storage) == ("another group", "stacked"):
         pytest.skip("CAME's state of a stacked parameter has the shapes of its slices")
     torch.manual_seed(3)
     params = [Parameter(values) for values in arrange([torch.randn(shape, dtype=dtype) for shape in SHAPES])]
-    of_group = {name: options[name] for name in options.keys() & {"stacked", "grad_centralization"}}
     groups: list[dict[str, Any]] = [{"params": params[:3], "weight_decay": 0.1, **of_group}, {"params": params[3:]}]
     options = {"lr": 0.01, "backend": serving(backend, dtype), **options}
-    options = {name: value for name, value in options.items() if name not in of_group}
     optimizer = kind(groups, **options)
     for number in range(3):
         step(optimizer, params, number)

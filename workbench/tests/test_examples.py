@@ -91,7 +91,7 @@ def test_studies_are_functions_too(tmp_path: Path) -> None:
     assert [trial.config.seed for trial in cell.trials] == [1, 2]
     assert len(cell.tuning) == 2
     [answer] = found.answers
-    assert answer.startswith("sgd at batch 16 had 2 of the 8 trials that a verdict needs")
+    assert answer.startswith("sgd had 2 of the 8 trials that a verdict needs")
     again = compare(task, ["sgd"], [16], tmp_path / "s.study", trials=2, seeds=2, epochs=1)
     assert again.cells == found.cells
     rates = lr_find(task, "sgd", steps=16, lr_max=1.0, seed=3)

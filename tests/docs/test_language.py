@@ -28,6 +28,7 @@ GONE = {
     r"\bwhatever the\b": "for any, independent of",
     r"\bbut for\b": "except",
     r"\bas there\b": "as in, and the package",
+    r"\b(un)?settled\b|\bmay settle\b": "clear, cannot be distinguished from, no clear winner",
 }
 """Patterns, and what to write instead."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import bighorn
 from bighorn import Lamb, kernels
 from bighorn_workbench import bench, environment, measure, peers
-from bighorn_workbench.bench_table import COLUMNS, answers, notes, settle
+from bighorn_workbench.bench_table import COLUMNS, answers, mark_clear, notes
 from bighorn_workbench.shapes import SHAPES
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, assert_self_contained
@@ -336,7 +336,7 @@ def test_a_ratio_within_the_noise_is_withheld(
         }
         for label, ms, (low, middle, high) in spreads
     ]
-    settle(rows)
+    mark_clear(rows)
     assert [COLUMNS["ratio"](row) for row in rows] == ["1.00", shown]
     [answer] = answers([{"shapes": "tiny", "optimizers": rows}])
     said = f"takes {shown} x the time of AdamW." if shown != "noise" else "cannot be distinguished from AdamW"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bighorn_workbench import cuda, files
-from bighorn_workbench.bench_table import answers, as_text, notes, settle
+from bighorn_workbench.bench_table import answers, as_text, mark_clear, notes
 from bighorn_workbench.config import PRECISIONS
 from bighorn_workbench.display import counting, quantity, table_of, terminal
 from bighorn_workbench.environment import package_version, provenance
@@ -235,7 +235,7 @@ def _measure(param_set: ParamSet, builds: dict[str, Build], config: BenchConfig,
                 failed[name] = f"{type(reason).__name__}: {reason}"
             gc.collect()  # otherwise an optimizer in a reference cycle would keep its memory during the next row
             bar.advance(task)
-    settle(rows)
+    mark_clear(rows)
     return {
         "tensors": len(shapes),
         "parameters": sum(weight.numel() for weight in weights),

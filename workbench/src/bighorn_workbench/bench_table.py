@@ -7,7 +7,7 @@ from typing import Any
 from bighorn_workbench.peers import PEERS
 
 
-def settle(rows: Sequence[dict[str, Any]]) -> None:
+def mark_clear(rows: Sequence[dict[str, Any]]) -> None:
     """Mark the rows whose ratio differs from 1 by more than the noise.
 
     The noise is the baseline's against itself, times the baseline's time beside this row over its best time. A ratio is
@@ -17,11 +17,11 @@ def settle(rows: Sequence[dict[str, Any]]) -> None:
     least = min((row["baseline_ms"]["median"] for row in measured), default=1.0)
     own = rows[0]["ratio"] or {"p10": 1.0, "p90": 1.0}
     for row in rows:
-        row["settled"] = row is rows[0] and row in measured
+        row["clear"] = row is rows[0] and row in measured
         if row in measured[1:]:
             reach = max(own["p90"], 1 / own["p10"]) * row["baseline_ms"]["median"] / least
             low, middle, high = (row["ratio"][name] for name in ("p10", "median", "p90"))
-            row["settled"] = not low <= 1 <= high and not 1 / reach <= middle <= reach
+            row["clear"] = not low <= 1 <= high and not 1 / reach <= middle <= reach
 
 
 def answers(sets: Sequence[dict[str, Any]]) -> list[str]:
@@ -33,7 +33,7 @@ def answers(sets: Sequence[dict[str, Any]]) -> list[str]:
             on = f"{row['label']} on {found['shapes']}"
             lines.append(
                 f"{on} takes {_median(row, 'ratio')} x the time of {baseline['label']}."
-                if row["settled"]
+                if row["clear"]
                 else f"{on} cannot be distinguished from {baseline['label']}: the difference is within the noise."
             )
     return lines
@@ -41,7 +41,7 @@ def answers(sets: Sequence[dict[str, Any]]) -> list[str]:
 
 def notes(rows: Sequence[dict[str, Any]], failed: dict[str, str]) -> Iterator[str]:
     """The sentences below a table."""
-    if any(row["ratio"] is not None and not row["settled"] for row in rows):
+    if any(row["ratio"] is not None and not row["clear"] for row in rows):
         yield (
             f"noise: the ratio cannot be distinguished from 1. The baseline against itself had "
             f"{_spread(rows[0], 'ratio')} in {rows[0]['rounds']} rounds: close other programs, or give more --seconds."
@@ -71,7 +71,7 @@ def _median(row: dict[str, Any], key: str) -> str:
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "ms": lambda row: _median(row, "ms"),
     "ms p10-p90": lambda row: _spread(row, "ms"),
-    "ratio": lambda row: _median(row, "ratio") if row["ratio"] is None or row.get("settled", True) else "noise",
+    "ratio": lambda row: _median(row, "ratio") if row["ratio"] is None or row.get("clear", True) else "noise",
     "p10-p90": lambda row: _spread(row, "ratio"),
     "wall ms": lambda row: _median(row, "wall_ms"),
     "wall ratio": lambda row: _median(row, "wall_ratio"),

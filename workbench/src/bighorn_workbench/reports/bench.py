@@ -31,7 +31,7 @@ def bench_report(content: Mapping[str, Any]) -> str:
     tiles = {
         f"{row['label']} on {sets[-1]['shapes']}, x {baseline}": f"{row['ratio']['median']:.2f}"
         for row in sets[-1]["optimizers"][1:4]
-        if row["settled"]
+        if row["clear"]
     }
     title, settings = answer.rstrip("."), config | content["machine"]
     return render(title, " ".join(lead), tiles, sections, [content["command"]], settings, config["device"])

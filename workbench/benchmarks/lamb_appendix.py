@@ -58,7 +58,7 @@ def main(data: str, study: str, result: str) -> None:
     found = search(data, Path(study))
 
     def look() -> None:
-        done = found.finished()
+        done = [*found.finished().values()]
         name, trial = done[-1]
         print(f"{len(done)} of {found.total}: {name}, lr {trial.config.lr:g}, {trial.value:.2%}", flush=True)
 

@@ -225,6 +225,14 @@ def test_the_time_left_is_what_the_other_runs_take(
     assert (len(ten_seconds), found.needed(4)) == (18, 0)
 
 
+def test_equal_trials_of_a_scan_are_counted_each(invoke: Invoke, ten_seconds: list[RunConfig]) -> None:
+    """The default of AdamW is one of the scanned rates. The last line was 6 of 7."""
+    options = ["--optimizers", "adamw", "--batch-sizes", 256, "--trials", 4, "--seeds", 3, "--epochs", 1]
+    output = invoke("compare", *options, "--processes", 1).output
+    assert len({config.lr for config in ten_seconds[:4]}) == 3
+    assert re.findall(r"^(\d) of 7: ", output, re.MULTILINE) == list("1234567")
+
+
 def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
     leader = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
     worker = Search(leader.plan, leader.task, leads=False)
@@ -295,7 +303,7 @@ def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> Non
     whole.work()
 
     def results(of: Search) -> list[tuple[RunConfig, float, float]]:
-        return [(each.config, each.value, each.loss) for _, each in of.finished()]
+        return [(each.config, each.value, each.loss) for _, each in of.finished().values()]
 
     assert len(found.finished()) == found.total == 7
     assert results(found) == results(whole)

@@ -279,14 +279,14 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         console.print(f"About {counts[max(fit - 1, 0)]} trials of each fit beside {plan.seeds} final runs{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
-        shown = {(name, trial.config) for name, trial in search.finished()}
+        shown = set(search.finished())
 
         def look() -> None:
             nonlocal log
-            for name, trial in search.finished():
-                if (name, trial.config) in shown:
+            for key, (name, trial) in search.finished().items():
+                if key in shown:
                     continue
-                shown.add((name, trial.config))
+                shown.add(key)
                 kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
                 if log is not None:
                     title = f"{name}, batch {trial.config.batch_size}, {kind}, run {len(shown)}"

@@ -236,9 +236,13 @@ class Search:
         self.extend()
         return sum(self._counts()) + len(self.plan.entries) * self.plan.seeds
 
-    def finished(self) -> list[tuple[str, Trial]]:
-        """Return all finished runs, each with the name of its optimizer."""
-        return [(entry.name, trial) for entry, queue, _ in self.queues() for trial in self._trials(entry, queue)]
+    def finished(self) -> dict[tuple[str, int], tuple[str, Trial]]:
+        """Return the name of the optimizer and the result of all finished runs, by study and number of the run."""
+        return {
+            (queue.study.study_name, number): (entry.name, trial)
+            for entry, queue, _ in self.queues()
+            for number, trial in self._numbered(entry, queue).items()
+        }
 
     @property
     def done(self) -> int:

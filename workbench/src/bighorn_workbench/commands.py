@@ -18,7 +18,7 @@ from bighorn_workbench.interrupts import end_imports
 
 COMMANDS = {
     "train": "Train a model with LAMB, CAME or one of torch's optimizers.",
-    "compare": "Compare optimizers over batch sizes, each tuned by as many trials.",
+    "compare": "Compare optimizers, each tuned with the same number of trials.",
     "lr-find": "Find a learning rate to start from, by runs at fixed rates.",
     "bench": "Time optimizer steps beside torch's and other packages'.",
     "memory": "Predict to the byte what a model and its optimizer need.",

@@ -68,14 +68,13 @@ class CompareConfig(Options):
     budget: str | None = option(
         None,
         "Time for the whole command, like 2h: as many trials as leave time for the final runs, the same number for "
-        "each optimizer at each batch size; no run is cut short. It is refused at once if it has no time for "
-        f"{LEAST} trials.",
+        f"each optimizer at each batch size; no run is cut short. Refused at once if {LEAST} trials do not fit.",
         shown="none",
         check=seconds_in,
     )
     space: tuple[str, ...] = option(
         (),
-        "What to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single number, which is kept; "
+        "A range to search, as OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1, or a single fixed number; "
         "may be repeated. Also one_minus_beta1, one_minus_beta2, one_minus_beta3, one_minus_momentum and eps.",
         shown="; ".join(f"{name} {spans(recipe.space)}" for name, recipe in OPTIMIZERS.items()),
     )
@@ -83,9 +82,11 @@ class CompareConfig(Options):
         None, "The optimizer that the others are compared with.", shown=f"{BASELINE}, or the first one without it"
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
-    seeds: int = option(5, "Final runs of each cell: seeds 1, 2, ...; trials have the seed 0.", check=COUNT)
+    seeds: int = option(
+        5, "Final runs of each optimizer at each batch size: seeds 1, 2, ...; trials use seed 0.", check=COUNT
+    )
     target: float | None = option(
-        None, "Value of the task's metric on test data to count the steps to.", shown="the task's", check=number
+        None, "Count the steps until the metric on test data reaches this value.", shown="the task's", check=number
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(
@@ -122,7 +123,7 @@ class CompareConfig(Options):
 @click.option(
     "--study",
     type=FILE,
-    help="Keep every run here when it ends; the same command goes on there, also several at a time.",
+    help="Save every finished run here. The same command continues it; several processes and machines can share it.",
 )
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
@@ -137,12 +138,12 @@ def compare(
     log: str | None,
     **options: Any,
 ) -> None:
-    """Compare optimizers over batch sizes, each tuned by as many trials.
+    """Compare optimizers, each tuned with the same number of trials.
 
-    The first trials of an optimizer at a batch size scan its learning rate, later ones are a quasi-random sequence of
-    all options around the best rate. They train without the validation data, on which the best trial is chosen. Then
-    fresh seeds train with its options, and the test data are looked at for the first time. Ctrl-C reports what there
-    is; with --study the same command goes on.
+    The first trials of an optimizer at a batch size scan its learning rate; later trials vary all options, quasi-random
+    around the best rate. Validation data select the best trial. Its options are then trained with new seeds, and
+    evaluated on test data for the first time. Ctrl-C reports the results so far; with --study, the same command
+    continues.
     """
     config = CompareConfig(**options)
     check_device(config.device)
@@ -173,7 +174,7 @@ def compare(
                 finally:
                     console.print(
                         f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
-                        f"command with --study {study} to go on."
+                        f"command with --study {study} to continue."
                     )
             if is_ctrl_c:
                 ctx.exit(130)
@@ -270,10 +271,11 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
-        console.print(f"{known} of the runs are in {plan.path}.")
-    if plan.deadline is None:
-        console.print(f"This takes {duration(starting + search.needed(search.trials))}{busy()}.")
-    else:
+        console.print(f"{known} runs are already in {plan.path}.")
+    needed = search.needed(search.trials)
+    if plan.deadline is None and needed:
+        console.print(f"This takes {duration(starting + needed)}{busy()}.")
+    if plan.deadline is not None:
         counts = range(search.trials, plan.trials + 1)
         fit = bisect_right(counts, search.left - starting, key=search.needed)
         console.print(f"About {counts[max(fit - 1, 0)]} trials of each fit beside {plan.seeds} final runs{busy()}.")
@@ -328,7 +330,9 @@ def _finish(
     answers = verdicts(cells, config.baseline) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.deadline is not None and cells:
-        notes.append(f"--budget {config.budget} had time for this many trials of each: {search.trials}.")
+        notes.append(
+            f"--budget {config.budget} had time for {search.trials} trials of each optimizer at each batch size."
+        )
     paste = _paste(search, cells)
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")

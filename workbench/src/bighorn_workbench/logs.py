@@ -25,7 +25,7 @@ def _installed(ctx: click.Context, param: click.Parameter, kind: str | None) -> 
 
 
 log_option = click.option(
-    "--log", type=Name(LOGS), callback=_installed, help="Write the figures there too: runs/ is TensorBoard's."
+    "--log", type=Name(LOGS), callback=_installed, help="Also log the figures to TensorBoard, in runs/, or to W&B."
 )
 
 

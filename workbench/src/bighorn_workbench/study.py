@@ -48,7 +48,7 @@ def compare(
         optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
             "adamw")
         batch_sizes: Batch sizes. Default: the task's
-        study: A file that keeps every run, and where another call or the command goes on. Default: none
+        study: A file for every finished run, which another call or the command continues. Default: none
         options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
 
     Raises:

@@ -193,9 +193,9 @@ def untuned(cells: Sequence[Cell]) -> list[str]:
         group = [cell for cell in few if cell.tried == tried]
         seconds = sum(statistics.fmean(run.seconds for run in (cell.tuning or cell.trials)) for cell in group)
         lines.append(
-            f"{_listed(cell.optimizer for cell in group)} had {tried} of the {LEAST} trials that a verdict needs. "
-            f"--trials {LEAST} takes {duration((LEAST - tried) * seconds)} more on one processor; fewer --epochs, "
-            "fewer layers or less data take less."
+            f"{_listed(cell.optimizer for cell in group)} had {tried} of the {LEAST} trials that a verdict needs: "
+            f"give --trials {LEAST}, which takes {duration((LEAST - tried) * seconds)} more on one processor, or less "
+            "with fewer --epochs, fewer layers or less data."
         )
     for cell in cells:
         if cell.is_tried and cell.on_edge:
@@ -236,7 +236,7 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
     word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
     if half == math.inf:
         return [f"{small.optimizer} {word} {_amount(small, size)} {span}."]
-    most = f": at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
+    most = f", at most {_amount(small, abs(mean) + half).split()[0]}" if abs(mean) <= half else ""
     return [f"{small.optimizer} {word} {_amount(small, size, half)} {span}{most}."]
 
 
@@ -302,7 +302,7 @@ def warnings(cells: Sequence[Cell]) -> list[str]:
         if diverged:
             found.append(
                 f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
-                "diverged, and count as the worst value."
+                "diverged. They count as the worst value."
             )
     return found
 

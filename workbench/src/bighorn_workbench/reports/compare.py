@@ -41,11 +41,14 @@ def compare_report(
         for name in names
         for cell in (of[name][0], of[name][-1])
     }
-    answer, *more = answers or [f"{metric.capitalize()} of {', '.join(f'{k}: {v}' for k, v in shown.items())}"]
+    answer, *more = answers or [f"{metric.capitalize()} {', '.join(f'{v} with {k}' for k, v in shown.items())}"]
+    title, _, detail = answer.rstrip(".").partition(": ")
     lead = f"{metric.capitalize()} on the test data of {data} after {length}."
+    if detail:
+        lead = f"{detail[0].upper()}{detail[1:]}. {lead}"
     about_results = (
-        "Means over the seeds, medians of steps and times; * marks a learning rate on the edge of its range. Time is "
-        "of the training steps, on one thread, while other runs used the other processors."
+        "Metrics are means over the seeds; steps and times are medians. * marks a learning rate on the edge of its "
+        "range. Times are of training steps on one thread, while other runs used the other processors."
     )
     sections = [
         *([Section("Verdicts", "\n".join(more))] if more else []),
@@ -55,19 +58,19 @@ def compare_report(
             by_batch,
         ),
         Section("Results", "\n".join([*notes, about_results]), head=head, rows=rows),
-        *(Section(f"To paste: {title}", code=lines) for title, lines in paste.items()),
+        *(Section(f"Code: {name}", code=lines) for name, lines in paste.items()),
         Section(
             "Convergence",
-            f"The {error} on the way: mean of the seeds.",
+            f"The {error} during training, mean over the seeds.",
             partial(plots.lines_in_panels, curves, "epoch", error, lines, metric),
         ),
         Section(
             "Learning rates",
-            f"Each trial's {metric} on validation data, by its learning rate; its other options differ too.",
+            f"The {metric} of each trial on validation data. The other options of the trials differ too.",
             partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
         ),
     ]
-    return render(answer.rstrip("."), lead, shown, sections, [command], settings)
+    return render(title, lead, shown, sections, [command], settings)
 
 
 def _by_epoch(cell: Cell) -> tuple[list[float], list[float]]:

@@ -26,6 +26,7 @@ PLAIN = [
     for case in (*LAMB.cases(), *LARS.cases())
     if case.size < 10_000 and case.dtypes() <= EXACT and "state_dtype" not in case.options
 ]
+FEW = covering(PLAIN)
 STEPS = 3
 """Two steps of each parameter, also if its first gradient is late or its second is missing."""
 
@@ -102,7 +103,9 @@ def assert_told(case: Case, optimizer: Optimizer, ratios: list[list[scalar_formu
         assert not want or told[leaf.name] == want, f"telemetry of {leaf.name}, step {step}"
 
 
-@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.id, marks=[pytest.mark.long] * (case.id not in FEW)) for case in PLAIN]
+)
 def test_reference_equals_the_paper_in_float64(case: Case) -> None:
     case = case.in_double()
     parameters = case.parameters()

@@ -61,19 +61,20 @@ def runs(cases: Iterable[Case]) -> list[Any]:
     """Return test parameters, an indirect `backend` and a `case`: each case on each backend that supports it.
 
     A case whose traits other cases have is slow. Backends with separate code for an option also get each pair of
-    options. Triton's kernels are interpreted if there is no GPU, and their longest cases are slow, too.
+    options, in long tests. Triton's kernels are interpreted if there is no GPU, and their longest cases are slow, too.
     """
     cases = list(cases)
     few = covering(cases)
     more = few | covering_pairs(cases)
     short = {case.id for case in cases if is_short(case)}
-    quick = {"cpu": more, "foreach": more, "triton": covering(cases, of_kernels=True) & short}
+    slow, long = pytest.mark.slow, pytest.mark.long
+    tested = {"cpu": more, "foreach": more, "triton": covering(cases, of_kernels=True) & short}
     return [
         pytest.param(
             backend,
             case,
             id=f"{backend}-{case.id}",
-            marks=[] if case.id in quick.get(backend, few) else [pytest.mark.slow],
+            marks=[mark for mark, names in ((slow, tested.get(backend, few)), (long, few)) if case.id not in names],
         )
         for backend in BACKENDS
         for case in cases

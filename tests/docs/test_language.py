@@ -36,6 +36,7 @@ ALLOWED = {"Not as there": "a mark in the table of presets"}
 
 PAGES = [
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "workbench/README.md",
     "docs/*.md",

@@ -85,7 +85,7 @@ def on(*names: str) -> Callable[[Test], Test]:
 def begin(mode: str, **_: object) -> None:
     """Register the stand-in; the query of its capabilities waits once in a process, so it comes before any test."""
     stand_in.begin(mode)
-    capabilities(torch.device("npu"))
+    capabilities(torch.device("npu:0"))  # with the index, as a tensor has it
 
 
 @contextmanager

@@ -82,7 +82,7 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 # Tests that start processes wait for them: with three workers two cores take 456 s, with two 504.
-WORKERS := $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) * 3 // 2 or 1)')
+WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) * 3 // 2)')
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync check docs $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/bighorn doctor --require cpu

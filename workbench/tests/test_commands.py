@@ -71,6 +71,14 @@ def test_a_place_that_cannot_be_written_is_1_and_a_wrong_option_2(invoke: Invoke
     assert "No such option" in invoke(name, "--no-such-option", code=2).output
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"), [("compare", "--optimizers"), ("compare", "--batch-sizes"), ("bench", "--shapes")]
+)
+def test_a_second_list_is_refused(name: str, flag: str, invoke: Invoke) -> None:
+    """Click alone would ignore the first."""
+    assert f"{flag} is given 2 times. Give one list: {flag} A,B." in invoke(name, flag, "1", f"{flag}=2", code=2).output
+
+
 def test_an_unknown_command_is_2(invoke: Invoke) -> None:
     assert "did you mean train?" in invoke("tran", code=2).output
 

@@ -214,6 +214,7 @@ def test_the_time_left_is_what_the_other_runs_take(
 ) -> None:
     """The start of two processes once counted as the time of each run: 8 min left of a command that took 88 s."""
     output = invoke("compare", *SMALL, "--processes", 1).output
+    assert "; 1 epoch, 7 runs, 1 at a time" in output
     assert re.findall(r"^\d of 7: .*?(?:; (.*) left)?$", output, re.MULTILINE) == [
         *("about 60 s", "about 50 s", "about 40 s", "about 30 s", "about 20 s", "about 10 s"),
         "",
@@ -271,7 +272,7 @@ def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: 
         return make(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(search, "make", interrupted)
-    options = [*SMALL, "--optimizers", "lamb,sgd", "--trials", 2, "--processes", 1, "--report", "c.html"]
+    options = ["--optimizers", "lamb,sgd", *SMALL[2:], "--trials", 2, "--processes", 1, "--report", "c.html"]
     output = invoke("compare", *options, "--json", "c.json", code=130).output
     assert "6 of 10: lamb, batch 256, lr " in output
     assert "lamb at batch 256: 2 of 3 final runs." in output

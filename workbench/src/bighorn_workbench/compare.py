@@ -264,10 +264,9 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
     plan, metric = search.plan, search.task.metric
     base, starting = plan.entries[0].base, _starting(processes)
-    length = f"{base.steps} steps" if base.epochs is None else f"{base.epochs:g} epochs"
     known, total = search.done, search.total
     many = f"{total} runs" if plan.deadline is None else f"as many runs as fit in {config.budget}"
-    console.print(f"{config.task}: {defaults(search.task).description}; {length}, {many}, {processes} at a time")
+    console.print(f"{config.task}: {defaults(search.task).description}; {base.length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:

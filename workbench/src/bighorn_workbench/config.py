@@ -154,6 +154,12 @@ class RunConfig(Options):
             threads=self.threads or (1 if about.one_thread else torch.get_num_threads()),
         )
 
+    @property
+    def length(self) -> str:
+        """The length of a resolved run, as text."""
+        amount, unit = (f"{self.steps}", "step") if self.epochs is None else (f"{self.epochs:g}", "epoch")
+        return f"{amount} {unit}{'' if amount == '1' else 's'}"
+
     def total_steps(self, epoch_size: tuple[int, int] | None) -> int:
         """Return the steps of a resolved run; a partial last step is omitted.
 

@@ -89,6 +89,9 @@ SECTIONS = {
 }
 """The headings of a command's help, and the options below each; others come last."""
 
+LISTS = ("--optimizers", "--batch-sizes", "--shapes")
+"""Options whose value is a list with commas. Click uses the last value of a repeated option, and ignores the others."""
+
 
 class Command(click.Command):
     """A command whose help has its options under headings, and then ``names`` of an option with what each is."""
@@ -98,8 +101,12 @@ class Command(click.Command):
         self.names = names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; for an unknown option, suggest options with similar letters, without the dashes before them."""
+        """Parse. Refuse two lists for one option; for an unknown option, suggest options with similar letters."""
         try:
+            flags = [param.opts[0] for param in self.make_parser(ctx).parse_args(args=list(args))[2]]
+            for flag in LISTS:
+                if (times := flags.count(flag)) > 1:
+                    raise click.UsageError(f"{flag} is given {times} times. Give one list: {flag} A,B.", ctx)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]

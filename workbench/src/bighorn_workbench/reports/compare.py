@@ -34,8 +34,7 @@ def compare_report(
     curves = [(title, [(name, *_by_epoch(cell)) for name, cell in mine]) for title, mine in panels]
     rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in mine]) for title, mine in panels]
     error = "test error" if is_share(metric) else metric
-    seeds, epochs = len(cells[0].trials), cells[0].trials[0].config.epochs
-    length = "its steps" if epochs is None else f"{epochs:g} epochs"
+    seeds, length = len(cells[0].trials), cells[0].trials[0].config.length
     shown = {
         f"{cell.optimizer}, batch {cell.batch_size}": metric_text(metric, cell.value[1])
         for name in names

@@ -45,7 +45,7 @@ PAGES = [
 ]
 
 SOURCES = [
-    *("conftest.py", "Makefile", "pyproject.toml", ".github/**/*.yml"),
+    *("*", ".github/**/*.yml"),
     *("docs/*.py", "docs/_ext/*.py", "docs/examples/*.py"),
     *("src/**/*", "benchmarks/**/*", "tests/**/*", "workbench/**/*"),
 ]
@@ -68,7 +68,7 @@ def remarks() -> Iterator[tuple[str, str]]:
     readers = {
         ".py": of_python,
         **dict.fromkeys((".c", ".h", ".cpp"), of_c),
-        **dict.fromkeys((".toml", ".yml", ""), of_make),
+        **dict.fromkeys((".toml", ".yml", ".txt", ""), of_make),
     }
     for path in sorted({path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()}):
         if path.suffix in readers and found(re.sub("[#*/]", " ", source := path.read_text())):  # parsing is slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,10 @@ from torch.optim import Optimizer
 
 from bighorn import FixedScale, Lamb, LossScaler, WindowScale
 from bighorn.optim.step_plan import scale_and_mask
+from tests.support.case_tensors import FEW
+from tests.support.cases import Case, Kind, set_gradients
 from tests.support.loss_scaling import ROUGH, backward, optimizers, train_on
+from tests.support.optimizer_runs import CASE
 
 
 @optimizers
@@ -39,34 +41,53 @@ def test_it_trains_as_torch_where_they_coincide(make: Callable[..., Optimizer]) 
 # ---- optimizers that unscale by themselves -------------------------------------------------------------------------
 
 
+def raising(*_: object) -> None:
+    raise KeyError("in the hook")
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-def test_lamb_unscales_inside_its_step(max_grad_norm: float | None, backend: str) -> None:
-    """Gradients stay scaled, an overflow changes nothing and counts no step, and the clip is in unscaled units."""
-    ours, plain = Parameter(torch.randn(4, 3)), Parameter(torch.empty(4, 3))
-    plain.data.copy_(ours)
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": max_grad_norm, "backend": backend}
-    one, two = Lamb([ours], **options), Lamb([plain], **options)
-    scaler = LossScaler(WindowScale(1024.0, growth_interval=2))
-    for overflow in (False, True, False, False):
-        direction, scale = torch.randn(4, 3), scaler.get_scale()
-        backward(scaler.scale((ours * direction).sum()))
-        assert ours.grad is not None
-        if overflow:
-            ours.grad[0, 0] = torch.nan
-        given, before = ours.grad.clone(), ours.detach().clone()
+def test_a_scale_that_a_scaler_hands_over(max_grad_norm: float | None, kind: Kind, backend: str) -> None:
+    """The step unscales before the clip and leaves the gradients as they are; an overflow changes nothing."""
+    case = Case("scaled", {}, FEW).of(kind)
+    parameters, others = case.parameters(), case.parameters()
+    one = case.optimizer(parameters, backend, max_grad_norm=max_grad_norm)
+    two = case.optimizer(others, backend, max_grad_norm=max_grad_norm)
+    one._step_supports_amp_scaling = True  # type: ignore[union-attr]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    for step, bad in enumerate((False, True, False)):
+        scaled = [None if g is None else g * scaler.get_scale() for g in case.gradients(step)]
+        scaler.scale(torch.ones(()))
+        if bad:
+            assert scaled[0] is not None
+            scaled[0][3, 3] = torch.nan
+        else:
+            set_gradients(others, case.gradients(step))
+            two.step()
+        given = [None if g is None else g.clone() for g in scaled]
+        set_gradients(parameters, scaled)
         scaler.step(one)
         scaler.update()
-        torch.testing.assert_close(ours.grad, given, rtol=0, atol=0, equal_nan=True)
-        if overflow:
-            assert ours.equal(before)
-            assert one.state[ours]["step"] == 1
-        else:
-            plain.grad = given / scale
-            two.step()
-        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
-        one.zero_grad()
+        for a, b in zip(parameters, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(dict(one.state[a]), dict(two.state[b]), rtol=1e-6, atol=1e-9)
+        for ours, before in zip(scaled, given, strict=True):
+            assert ours is None or torch.allclose(ours, before, 0, 0, equal_nan=True)  # type: ignore[arg-type]
     assert one.telemetry().skipped == 1
-    assert one.state[ours]["step"] == two.state[plain]["step"] == 3
+
+
+@pytest.mark.parametrize("closure", [None, raising], ids=["bad-lr", "closure-raises"])
+def test_a_refused_step_forgets_the_scale(closure: Callable[[], None] | None, kind: Kind, backend: str) -> None:
+    """Otherwise the next step, for which the scaler passes nothing, would unscale again."""
+    case = CASE.of(kind)
+    parameters = case.parameters()
+    optimizer = case.optimizer(parameters, backend)
+    set_gradients(parameters, case.gradients(0))
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)  # type: ignore[union-attr]
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises((ValueError, KeyError), match=r"lr|hook"):
+        optimizer.step(closure)
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
 
 
 def test_lamb_says_so_to_nobody_else() -> None:
@@ -105,10 +126,6 @@ def test_a_clip_after_unscale(make: Callable[..., Optimizer]) -> None:
             torch.nn.utils.clip_grad_norm_([plain], 0.3)
             two.step()
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
-
-
-def raising(*_: object) -> None:
-    raise KeyError("in the hook")
 
 
 @optimizers
@@ -163,20 +180,7 @@ def test_an_update_without_a_single_gradient() -> None:
     assert param.equal(torch.ones(3))
 
 
-def test_accumulated_gradients() -> None:
-    ours, plain = Parameter(torch.ones(4)), Parameter(torch.ones(4))
-    scaler = LossScaler(FixedScale(256.0))
-    optimizer, other = Lamb([ours], lr=0.1, weight_decay=0.1), Lamb([plain], lr=0.1, weight_decay=0.1)
-    for direction in torch.randn(3, 4):
-        backward(scaler.scale((ours * direction).sum() / 3))
-        backward((plain * direction).sum() / 3)
-    scaler.step(optimizer)
-    scaler.update()
-    other.step()
-    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)
-
-
-def test_autocast_to_float16() -> None:
+def test_accumulated_gradients_under_autocast_to_float16() -> None:
     """Without the scale float16 cannot hold the gradient, and the first scale is too large."""
     linear = nn.Linear(8, 1, bias=False)
     optimizer = Lamb(linear.parameters(), lr=0.1)
@@ -184,9 +188,10 @@ def test_autocast_to_float16() -> None:
     seen = []
     for _ in range(3):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            out = linear(torch.ones(2, 8))
-        backward(scaler.scale(out.float().mean() * 1e-9))
+        for share in (0.25, 0.75):
+            with torch.autocast("cpu", torch.float16):
+                out = linear(torch.ones(2, 8))
+            backward(scaler.scale(out.float().mean() * share * 1e-9))
         before = linear.weight.detach().clone()
         scaler.step(optimizer)
         scaler.update()

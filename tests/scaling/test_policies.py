@@ -56,28 +56,21 @@ POLICIES: dict[str, tuple[ScalePolicy, list[tuple[bool, float, int, int]]]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_counts_as_written_out(name: str) -> None:
     policy, steps = POLICIES[name]
+    param = Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = LossScaler(policy, min_scale=2.0**-20)
     state = policy.start()
     for overflow, *expected in steps:
-        before = [value.item() for value in state]
+        before, param_before = [value.item() for value in state], param.detach().clone()
         after = policy.next(state, torch.tensor(overflow))
         assert [value.item() for value in after] == pytest.approx(expected, rel=1e-6)
         assert [value.item() for value in state] == before
         assert [value.dtype for value in after] == [torch.float32, torch.int32, torch.int32]
         state = after
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_the_scaler_moves_as_its_policy(name: str) -> None:
-    policy, steps = POLICIES[name]
-    param = Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler = LossScaler(policy, min_scale=2.0**-20)
-    for overflow, *expected in steps:
-        before = param.detach().clone()
         train_on(scaler, optimizer, param, overflow, 1.0)
-        state = scaler.state_dict()
-        assert [state["scale"], state["_growth_tracker"], state["bad_steps"]] == pytest.approx(expected, rel=1e-6)
-        assert param.equal(before) == overflow
+        saved = scaler.state_dict()
+        assert [saved["scale"], saved["_growth_tracker"], saved["bad_steps"]] == pytest.approx(expected, rel=1e-6)
+        assert param.equal(param_before) == overflow
 
 
 def test_bounds() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from typing import Any
@@ -15,14 +14,8 @@ from torch.nn import Parameter
 from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
 from bighorn.scaling import ScalePolicy
 from tests.support.loss_scaling import B, G, backward, scales_of, train_on
+from tests.support.optimizer_runs import saved_and_loaded
 from tests.support.tables import for_every
-
-
-def reload(state: dict[str, Any]) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -36,7 +29,7 @@ def test_a_run_goes_on_from_its_state(policy: ScalePolicy, started: bool) -> Non
         second = LossScaler(type(policy)(2.0**20))
         if started:
             scales_of(second, [B, B, G])
-        second.load_state_dict(reload(first.state_dict()))
+        second.load_state_dict(saved_and_loaded(first.state_dict()))
         for scaler in (second, pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
             assert {**scaler.state_dict(), "init_scale": 8.0} == first.state_dict()
             assert scales_of(scaler, steps[cut:]) == whole[cut:]

@@ -189,28 +189,6 @@ def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options(kind:
     assert other.param_groups[0][new] is default
 
 
-SCHEDULED: dict[str, float] = {
-    "initial_lr": 0.1,
-    "max_lr": 0.3,
-    "min_lr": 0.01,
-    "swa_lr": 0.05,
-    "max_momentum": 0.95,
-    "base_momentum": 0.85,
-}
-
-
-def test_the_keys_of_schedulers_stay(kind: Kind) -> None:
-    """The keys are in groups, and therefore in checkpoints and in groups for another optimizer."""
-    net = model()
-    groups: list[dict[str, Any]] = [{"params": net.first.parameters(), **SCHEDULED}, {"params": net.last.parameters()}]
-    optimizer = kind(groups, lr=0.1)
-    other = kind(optimizer.param_groups, lr=0.1)
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    for each in (optimizer, other):
-        assert {key: each.param_groups[0][key] for key in SCHEDULED} == SCHEDULED
-        assert not each.param_groups[1].keys() & SCHEDULED.keys()
-
-
 def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
     """The groups contain the state of the schedule."""
 

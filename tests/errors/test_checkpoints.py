@@ -1,8 +1,9 @@
-"""Errors for checkpoints."""
+"""Errors for checkpoints: each names the wrong value, and the optimizer stays unchanged."""
 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,17 +19,6 @@ from tests.support.error_checks import refused, stepped, weights
 from tests.support.tables import for_every
 
 
-def test_a_checkpoint_of_another_model(kind: Kind, backend: str) -> None:
-    parameters, optimizer = stepped(kind, backend)
-    others = [Parameter(torch.ones(n)) for n in (2, 3, 4)]
-    other = kind(others, lr=0.7, backend=backend)
-    for parameter in others:
-        parameter.grad = torch.ones_like(parameter)
-    other.step()
-    with refused(parameters, optimizer, ValueError, "shape"):
-        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
-
-
 @pytest.mark.parametrize("sizes", [[2], [1, 2], [2, 1]], ids=str)
 def test_groups_of_other_sizes_name_both_and_the_remedy(kind: Kind, sizes: list[int]) -> None:
     parameters, optimizer = stepped(kind, "reference")
@@ -38,20 +28,7 @@ def test_groups_of_other_sizes_name_both_and_the_remedy(kind: Kind, sizes: list[
         optimizer.load_state_dict(others.state_dict())
 
 
-NO_CHECKPOINT: list[Any] = [
-    {},
-    {"state": {}},
-    {"model": 1},
-    "state",
-    {"state": None, "param_groups": None},
-    {"state": {}, "param_groups": {}},
-    {"state": {}, "param_groups": [None]},
-    {"state": {}, "param_groups": [{}]},
-    {"state": {}, "param_groups": [{"params": None}]},
-]
-
-
-@for_every("state", NO_CHECKPOINT, ids=str)
+@for_every("state", [{}, {"model": 1}, "state"], ids=str)
 def test_what_is_no_checkpoint(state: Any, kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
     with refused(parameters, optimizer, (ValueError, TypeError, KeyError), "param_groups|state"):
@@ -144,14 +121,10 @@ def test_damaged_codes(damage: str, saved: Literal["int8", "int4"], at_hand: str
 
 
 def test_a_checkpoint_of_sgd(kind: Kind) -> None:
-    others = weights()
-    sgd = torch.optim.SGD(others, momentum=0.9, nesterov=True)
-    for parameter in others:
-        parameter.grad = torch.ones_like(parameter)
-    sgd.step()
     parameters, optimizer = stepped(kind)
+    sgd = torch.optim.SGD(parameters, momentum=0.9, nesterov=True)
     with refused(parameters, optimizer, (ValueError, TypeError), "dampening" if kind is Lars else "momentum"):
-        optimizer.load_state_dict(copy.deepcopy(sgd.state_dict()))
+        optimizer.load_state_dict(sgd.state_dict())
 
 
 def test_a_checkpoint_of_the_other_optimizer(kind: Kind) -> None:
@@ -190,3 +163,99 @@ def test_moments_of_float16_weights_of_another_package() -> None:
     with pytest.warns(ConvertedStateWarning):
         lamb.load_state_dict(adamw.state_dict())
     torch.testing.assert_close(lamb.state[param]["exp_avg"], adamw.state[param]["exp_avg"].float())
+
+
+# ---- edited by hand ----------------------------------------------------------------------------------------------
+
+SHAPE = (64, 80)
+Edit = Callable[[dict[str, Any]], object]
+
+
+def top(**values: Any) -> Edit:
+    return lambda saved: saved.update(values)
+
+
+def group(**values: Any) -> Edit:
+    return lambda saved: saved["param_groups"][0].update(values)
+
+
+def state(**values: Any) -> Edit:
+    return lambda saved: saved["state"][0].update(values)
+
+
+def codes(scales: Any) -> Edit:
+    return state(exp_avg=torch.ones(SHAPE, dtype=torch.int8), exp_avg_scale=scales)
+
+
+STEPS: list[Any] = ["x", None, math.nan, math.inf, -1, -1.0, torch.tensor(math.nan), torch.tensor(1e38), torch.ones(2)]
+STEPS += [torch.tensor(1j), [], torch.tensor([]), torch.empty(1, device="meta"), torch.tensor(1.0).to_sparse()]
+MOMENTS: list[Any] = ["x", None, 1.0, torch.ones(3), torch.ones(SHAPE, dtype=torch.int64)]
+MOMENTS += [torch.ones(SHAPE, dtype=torch.complex64), torch.ones(SHAPE).to_sparse(), torch.ones(SHAPE, device="meta")]
+EDITS: dict[str, tuple[str, Edit]] = {
+    "no-state": ("'state'", lambda saved: saved.pop("state")),
+    "no-groups": ("'param_groups'", lambda saved: saved.pop("param_groups")),
+    "state-list": ("'state'", top(state=[])),
+    "groups-dict": ("'param_groups'", top(param_groups={})),
+    "group-text": (r"param_groups\[0\]", top(param_groups=["x"])),
+    "no-params": (r"param_groups\[0\].*'params'", lambda saved: saved["param_groups"][0].pop("params")),
+    "params-text": ("'params'", group(params="abc")),
+    "params-short": ("(?i)group", group(params=[0])),
+    "params-twice": ("1", group(params=[0, 0, 2])),
+    "params-lists": (r"its params hold \[0\], where an index or a name must be", group(params=[[0], 1, 2])),
+    "params-texts": ("param_groups", group(params=["a", "b", "c"])),
+    "no-group": ("groups", lambda saved: saved["param_groups"].clear()),
+    "names-short": (r"param_groups\[0\].*2 names for 3 parameters", group(param_names=["a", "b"])),
+    "names-numbers": ("param_names", group(param_names=[1, 2, 3])),
+    "names-number": (r"param_groups\[0\].*in a list", group(param_names=3)),
+    "names-text": (r"param_groups\[0\].*in a list", group(param_names="abc")),
+    "names-tensor": (r"param_groups\[0\].*in a list", group(param_names=torch.ones(3))),
+    "names-twice": (r"param_groups\[0\].*2 parameters called 'a'", group(param_names=["a", "b", "a"])),
+    "names-lists": ("param_names", group(param_names=[[], [], []])),
+    "amsgrad": ("amsgrad", group(amsgrad=0.5)),
+    "fused": ("fused", group(fused=0.5)),
+    "unknown-number": ("3", lambda saved: saved["param_groups"][0].update({3: 1})),
+    **{
+        f"version-{version!r}": (
+            rf"param_groups\[0\] cannot be used: format_version={version!r}, but this bighorn reads 1 and older",
+            group(format_version=version),
+        )
+        for version in (2, 99, 0, "1", None, True, 1.0)
+    },
+    "count-text": ("schedule_step", group(schedule_step="x")),
+    "count-negative": (r"param_groups\[0\].*schedule_step=-1", group(schedule_step=-1)),
+    "count-none": ("schedule_step", group(schedule_step=None)),
+    **{
+        f"{name}-{value!r}": (name, group(**{name: value}))
+        for name in ("lr", "betas", "eps", "weight_decay", "maximize", "stacked", "weight_rounding", "rounding_seed")
+        for value in ("x", math.nan, -1)
+    },
+    "entry-text": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: "x"})),
+    "entry-none": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: None})),
+    "entry-tensor": ("damaged: its state of 0 is a", lambda saved: saved["state"].update({0: torch.ones(3)})),
+    "entry-of-no-parameter": (
+        "damaged: it has a state of 99",
+        lambda saved: saved["state"].update({99: saved["state"][0]}),
+    ),
+    "entry-of-nothing": ("state of 7", lambda saved: saved["state"].update({7: {}})),
+    **{f"step-{index}": ("'step'", state(step=value)) for index, value in enumerate(STEPS)},
+    **{f"moment-{index}": ("'exp_avg'", state(exp_avg=value)) for index, value in enumerate(MOMENTS)},
+    "scales-without-codes": ("'exp_avg'", state(exp_avg_scale=torch.ones(2))),
+    "scales-sparse": ("'exp_avg_scale'", codes(torch.ones(64, 1).to_sparse())),
+    "scales-without-values": ("'exp_avg_scale'", codes(torch.ones(64, 1, device="meta"))),
+}
+
+
+@pytest.mark.parametrize("named", [True, False])
+@for_every("edit", EDITS)
+def test_an_edited_checkpoint_is_refused(edit: str, named: bool, kind: Kind) -> None:
+    message, change = EDITS[edit]
+    params = [Parameter(torch.ones(shape)) for shape in (SHAPE, (5,), (4, 4))]
+    optimizer = kind(list(zip("abc", params, strict=True)) if named else params, lr=0.1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved)
+    with refused(params, optimizer, ValueError, message):
+        optimizer.load_state_dict(saved)
+    optimizer.step()

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from tests.support.cases import Kind, Optimizer, allow_gradients_of
+from tests.support.cases import KINDS, Kind, allow_gradients_of
 from tests.support.error_checks import Errors, refused, stepped, weights
 from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
+TWICE = r"more than one|duplicate|twice"
 EQUAL_NAMES = "params has 2 parameters called 'a': .* prefix"
 PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
-    ("tensor", lambda: torch.ones(3, requires_grad=True), (TypeError, "iterable|list|params")),
     ("numbers", lambda: [1.0, 2.0], (TypeError, "tensor|param")),
     ("none", lambda: None, (TypeError, "^params must be parameters, .*None$")),
     ("text", lambda: "weights", (TypeError, "^params must be parameters, .*'weights'$")),
@@ -33,7 +33,6 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("triples", lambda: [("a", weights()[0], 1)], (TypeError, "not tuples of 3$")),
     ("turned", lambda: [(weights()[0], "a")], (TypeError, "a name is a Parameter$")),
     ("numbered", lambda: [(0, weights()[0])], (TypeError, r"a name is 0 \(int\)$")),
-    ("mixed", lambda: [{"params": weights()}, weights()[0]], (TypeError, "must be a dict")),
     ("not-a-leaf", lambda: [torch.ones(3, requires_grad=True) * 2], (ValueError, "no leaf.*pass those")),
     ("integers", lambda: [torch.ones(3, dtype=torch.int64)], ((ValueError, TypeError), "int64|float")),
     ("booleans", lambda: [torch.ones(3, dtype=torch.bool)], ((ValueError, TypeError), "bool|float")),
@@ -51,6 +50,9 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
     ("equal-names", lambda: [(name, p) for name, p in zip("aba", weights(), strict=True)], (ValueError, EQUAL_NAMES)),
     ("equal-param-names", lambda: [{"params": weights(), "param_names": list("aba")}], (ValueError, EQUAL_NAMES)),
     ("no-params-key", lambda: [{"lr": 0.1}], ((KeyError, TypeError, ValueError), "params")),
+    ("stacked-scalar", lambda: [{"params": [Parameter(torch.ones(()))], "stacked": True}], (ValueError, "stacked")),
+    ("stacked-vector", lambda: [{"params": [Parameter(torch.ones(5))], "stacked": True}], (ValueError, "stacked")),
+    ("twice", lambda: 2 * [Parameter(torch.ones(3))], (ValueError, TWICE)),
 ]
 
 
@@ -58,21 +60,11 @@ PARAMS: list[tuple[str, Any, tuple[Errors, str]]] = [
 def test_what_is_no_parameter(make: Any, refusal: tuple[Errors, str], kind: Kind) -> None:
     with pytest.raises(refusal[0], match=refusal[1]):
         kind(make(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ([Parameter(torch.ones(2).to(torch.float8_e5m2))], "float8_e5m2.*cast"),
-        ([Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)], "int8.*cast"),
-        ([("a", Parameter(torch.ones(2))), ("a", Parameter(torch.ones(2)))], EQUAL_NAMES),
-    ],
-    ids=["float8", "int8", "equal-names"],
-)
-def test_what_is_no_late_parameter(params: list[Any], message: str, kind: Kind) -> None:
+    params = make()
+    late = params[0] if isinstance(params, list) and isinstance(params[0], dict) else {"params": params}
     parameters, optimizer = stepped(kind)
-    with refused(parameters, optimizer, ValueError, message):
-        optimizer.add_param_group({"params": params})
+    with refused(parameters, optimizer, *refusal):
+        optimizer.add_param_group(late)
 
 
 def test_a_parameter_whose_dtype_became_one_that_cannot_be_optimized(kind: Kind, backend: str) -> None:
@@ -85,42 +77,12 @@ def test_a_parameter_whose_dtype_became_one_that_cannot_be_optimized(kind: Kind,
         optimizer.step()
 
 
-@pytest.mark.parametrize("view", [torch.ones(1).expand(4), torch.ones(4).as_strided((3, 2), (1, 1))], ids=str)
-def test_a_late_parameter_whose_elements_share_memory(view: Tensor, kind: Kind) -> None:
+def test_a_parameter_of_two_groups(kind: Kind) -> None:
     parameters, optimizer = stepped(kind)
-    with refused(parameters, optimizer, ValueError, "memory.*clone"):
-        optimizer.add_param_group({"params": [Parameter(view)]})
-
-
-def test_too_few_names_for_a_late_group(kind: Kind) -> None:
-    parameters, optimizer = stepped_named(kind)
-    late = {"params": [Parameter(torch.ones(2)), Parameter(torch.ones(3))], "param_names": ["a"]}
-    with refused(parameters, optimizer, ValueError, "param_names"):
-        optimizer.add_param_group(late)
-
-
-TWICE = r"more than one|duplicate|twice"
-
-
-def test_a_parameter_given_twice(kind: Kind) -> None:
-    parameter = Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=TWICE):
-        kind([parameter, parameter], lr=0.1)
-    with pytest.raises(ValueError, match=TWICE):
-        kind([{"params": [parameter]}, {"params": [parameter]}], lr=0.1)
-    parameters, optimizer = stepped(kind)
+        kind([{"params": parameters}, {"params": parameters}], lr=0.1)
     with refused(parameters, optimizer, ValueError, TWICE):
         optimizer.add_param_group({"params": [parameters[0]]})
-
-
-@pytest.mark.parametrize("shape", [(), (5,)], ids=str)
-def test_stacked_needs_slices(shape: tuple[int, ...], kind: Kind) -> None:
-    """The error is raised at construction, since no later call has more information."""
-    with pytest.raises(ValueError, match="stacked"):
-        kind([{"params": [Parameter(torch.ones(shape))], "stacked": True}], lr=0.1)
-    parameters, optimizer = stepped(kind)
-    with refused(parameters, optimizer, ValueError, "stacked"):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(shape))], "stacked": True})
 
 
 def test_exclusions_without_names(kind: Kind) -> None:
@@ -128,15 +90,26 @@ def test_exclusions_without_names(kind: Kind) -> None:
         exclusion: dict[str, Any] = {option: ["1.weight"]}
         with pytest.raises(ValueError, match=r"(?s)name.*named_parameters"):
             kind(weights(), lr=0.1, **exclusion)
-        parameters, optimizer = stepped_named(kind, **exclusion)
-        with refused(parameters, optimizer, ValueError, "name"):
+        params = weights()
+        optimizer = kind([(f"{i}.weight", param) for i, param in enumerate(params)], lr=0.1, **exclusion)
+        with refused(params, optimizer, ValueError, "name"):
             optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+        nothing: dict[str, Any] = {option: []}
+        kind(weights(), lr=0.1, **nothing).add_param_group({"params": [Parameter(torch.ones(2))]})
 
 
-def test_no_parameters(kind: Kind) -> None:
-    used_up: list[Iterable[Parameter]] = [[], iter(())]
-    for params in used_up:
-        with pytest.raises(ValueError, match=r"params is empty: pass model.named_parameters\(\).*anew"):
+@for_every(
+    ("params", "error", "message"),
+    [
+        ([], ValueError, r"params is empty: pass model.named_parameters\(\).*anew"),
+        (iter(()), ValueError, "params is empty"),
+        (torch.ones(3, requires_grad=True), TypeError, "iterable|list|params"),
+        ([{"params": weights()}, weights()[0]], TypeError, "must be a dict"),
+    ],
+)
+def test_what_is_no_list_of_parameters(params: Any, error: type[Exception], message: str) -> None:
+    for kind in KINDS:
+        with pytest.raises(error, match=message):
             kind(params, lr=0.1)
 
 
@@ -145,37 +118,6 @@ def test_two_names_for_one_parameter(kind: Kind) -> None:
     a, b, _ = weights()
     with pytest.raises(ValueError, match=r"one parameter 'embed' and 'head'.*names=model"):
         kind([a, b], lr=0.1, names={"embed": a, "bias": b, "head": a})
-
-
-def test_an_exclusion_of_nothing_needs_no_names(kind: Kind) -> None:
-    parameters = weights()
-    exclusions: dict[str, Any] = {"exclude_from_weight_decay": []}
-    exclusions |= {"exclude_from_layer_adaptation": []} if kind is not Came else {}
-    optimizer = kind(parameters, lr=0.1, **exclusions)
-    parameters[0].grad = torch.ones_like(parameters[0])
-    optimizer.step()
-    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
-
-
-def stepped_named(kind: Kind, **options: Any) -> tuple[list[Parameter], Optimizer]:
-    parameters = weights()
-    optimizer = kind([(f"layer{i}.weight", p) for i, p in enumerate(parameters)], lr=0.1, **options)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return parameters, optimizer
-
-
-def test_a_failed_add_param_group_can_be_repeated_rightly(kind: Kind, backend: str) -> None:
-    parameters, optimizer = stepped(kind, backend)
-    late = Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.add_param_group({"params": [late], "lr": -1.0})
-    optimizer.add_param_group({"params": [late], "lr": 1.0})
-    late.grad = torch.ones(3)
-    optimizer.step()
-    assert not late.equal(torch.ones(3))
-    assert len(parameters) == 3
 
 
 def test_a_parameter_whose_elements_share_memory(kind: Kind, backend: str) -> None:

@@ -15,14 +15,11 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from bighorn import Came, Lars
-from tests.support.case_tensors import ZOO, Leaf, arranged
-from tests.support.cases import Case, Kind, serving, set_gradients
+from bighorn import Lars
+from tests.support.cases import Case, Kind, serving
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
     BY_ID,
-    CASE,
-    OWN,
     advance,
     assert_bitwise,
     assert_same_everything,
@@ -32,6 +29,7 @@ from tests.support.optimizer_runs import (
     model,
     runs,
 )
+from tests.support.tables import for_every
 
 
 def test_closure_runs_with_gradients_enabled_and_its_loss_is_returned(kind: Kind, backend: str) -> None:
@@ -100,116 +98,6 @@ def test_a_profiler_sees_one_step(hooked: bool, kind: Kind) -> None:
     assert [event.count for event in profiled.key_averages() if event.key == name] == [1]
 
 
-def test_a_step_without_any_gradient_is_a_no_op(kind: Kind, backend: str) -> None:
-    case = CASE.of(kind)
-    parameters = case.parameters()
-    before = copies(parameters)
-    optimizer = case.optimizer(parameters, backend)
-    assert optimizer.step() is None
-    assert_bitwise(parameters, before)
-    assert not optimizer.state
-
-
-def test_only_parameters_with_gradients_get_state_and_count_steps(kind: Kind, backend: str) -> None:
-    leaves = (Leaf("always", (5,)), Leaf("late", (5,), grad="late"), Leaf("gap", (5,), grad="gap"), ZOO[10])
-    case = Case("counts", {}, leaves).of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, backend)
-    set_gradients(parameters, case.gradients(0))
-    optimizer.step()
-    assert [p in optimizer.state for p in parameters] == [True, False, True, False]
-    gap = parameters[2].detach().clone()
-    set_gradients(parameters, case.gradients(1))
-    optimizer.step()
-    assert parameters[2].equal(gap)
-    assert [int(optimizer.state[p]["step"]) for p in parameters[:3]] == [2, 1, 1]
-
-
-def test_the_late_step_is_corrected_as_a_first_step(kind: Kind, backend: str) -> None:
-    early, late, fresh = (Parameter(torch.ones(9, 9)) for _ in range(3))
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "backend": backend}
-    options |= {"bias_correction": True} if kind is not Lars else {}
-    options |= {"decay_rate": 0.8} if kind is Came else {}
-    optimizer = kind([early, late], **options)
-    for _ in range(3):
-        early.grad = torch.full((9, 9), 0.5)
-        optimizer.step()
-    late.grad = torch.linspace(0.1, 2, 81).view(9, 9)
-    optimizer.step()
-    fresh.grad = torch.linspace(0.1, 2, 81).view(9, 9)
-    kind([fresh], **options).step()
-    assert late.equal(fresh)
-
-
-@pytest.mark.parametrize("periods", [3, 5], ids=["few-sets", "many-sets"])
-def test_gradients_that_come_and_go(periods: int, kind: Kind, backend: str) -> None:
-    """Alternating sets of parameters step like each set alone, with any content of the plan cache."""
-
-    def make() -> list[dict[str, Any]]:
-        torch.manual_seed(4)
-        tensors = [torch.randn(shape) for shape in ((5,), (4, 3), (3, 2, 2), (300,), (6, 5), (2, 3, 2, 2))]
-        tensors[3:5] = [tensors[3].bfloat16(), arranged(tensors[4], "strided")]
-        own: dict[int, dict[str, Any]] = {3: {"stacked": True}, 4: OWN[kind]}
-        return [{"params": [Parameter(x)], **own.get(x.dim(), {})} for x in tensors]
-
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "backend": backend}
-    together, alone = kind(make(), **options), [kind([group], **options) for group in make()]
-    for step in range(24):
-        torch.manual_seed(step)
-        taking_part = set()
-        for i, (group, each) in enumerate(zip(together.param_groups, alone, strict=True)):
-            (ours,), (theirs,) = group["params"], each.param_groups[0]["params"]
-            group["lr"] = each.param_groups[0]["lr"] = 0.1 / (1 + step % 7)
-            ours.grad = theirs.grad = None
-            if step == 14:
-                ours.data = ours.data.clone()  # with or without a gradient in this step
-            if (step + i) % (1 + i % periods) == 0:
-                ours.grad = torch.randn(ours.shape).to(ours.dtype)
-                theirs.grad = ours.grad.clone()
-                taking_part.add(f"param_groups[{i}].params[0]")
-            each.step()
-        together.step()
-        assert {name[: len("param_groups[i].params[0]")] for name in together.telemetry().names} == taking_part
-    for group, each in zip(together.param_groups, alone, strict=True):
-        assert_same_everything(group["params"], together, each.param_groups[0]["params"], each)
-
-
-REPEATED = ["paper-v5", "everything", "mixed-paper-v5", "large-paper-v5"]
-REPEATED += ["came-published", "came-everything", "came-mixed-published", "came-large-published"]
-REPEATED += ["lars-paper", "lars-everything", "lars-large-paper"]
-
-
-@pytest.mark.parametrize(("backend", "case"), runs(BY_ID[name] for name in REPEATED), indirect=["backend"])
-def test_two_runs_are_bitwise_equal(case: Case, backend: str) -> None:
-    both = []
-    for _ in range(2):
-        parameters = case.parameters()
-        optimizer = case.optimizer(parameters, backend)
-        advance(case, parameters, optimizer, range(3))
-        both.append((parameters, optimizer))
-    (ours, one), (theirs, two) = both
-    assert_same_everything(ours, one, theirs, two)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_kept_or_reallocated(set_to_none: bool, kind: Kind, backend: str) -> None:
-    kept, fresh = model(), model()
-    one = kind(kept.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
-    two = kind(fresh.parameters(), lr=0.1, weight_decay=0.1, backend=backend)
-    for step in range(4):
-        one.zero_grad(set_to_none=set_to_none)
-        assert all((p.grad is None) == (set_to_none or step == 0) for p in kept.parameters())
-        backward(kept, step)
-        one.step()
-        backward(fresh, step)
-        for p in fresh.parameters():
-            assert p.grad is not None
-            p.grad = p.grad.clone()
-        two.step()
-        two.zero_grad()
-    assert_bitwise(list(kept.parameters()), list(fresh.parameters()))
-
-
 def test_gradients_written_in_place_between_steps(kind: Kind, backend: str) -> None:
     parameter, other = Parameter(torch.ones(20)), Parameter(torch.ones(20))
     parameter.grad = torch.zeros(20)
@@ -275,54 +163,36 @@ def test_torchs_default_dtype_changes_nothing(case: Case, backend: str) -> None:
         assert ours[name].equal(column), name
 
 
-OVERFLOWING: dict[str, Any] = {"float32": {}, "int8": {"state_dtype": "int8"}, "clip": {"max_grad_norm": 2.0**64}}
+INT8, CLIP, SKIPPED = {"state_dtype": "int8"}, {"max_grad_norm": 2.0**64}, True
 
 
-@pytest.mark.parametrize("options", OVERFLOWING.values(), ids=OVERFLOWING)
-def test_squares_beyond_float32_are_skipped(options: dict[str, Any], kind: Kind, backend: str) -> None:
+@for_every(
+    ("options", "one", "others", "skipped"),
+    [
+        *((options, *values, SKIPPED) for options in ({}, INT8, CLIP) for values in ((3e19, 0.0), (6e17, 6e17))),
+        *((options, 0.99 * 2.0**53, 1.0, not SKIPPED) for options in ({}, INT8)),
+        *((options, 0.99 * 2.0**53 / 8192**0.5, 0.99 * 2.0**53 / 8192**0.5, not SKIPPED) for options in ({}, INT8)),
+        ({"max_grad_norm": 1.0}, 3e19, 3e19, not SKIPPED),
+    ],
+)
+def test_steps_whose_squares_are_beyond_float32_are_skipped(
+    options: dict[str, Any], one: float, others: float, skipped: bool, kind: Kind, backend: str
+) -> None:
     """One element of 3e19 once made all 524,288 weights of a matrix NaN, even with skip_nonfinite."""
-    if kind is Lars and "state_dtype" in options and backend == "cpu":
-        pytest.skip("the C library has no momentum of LARS in blocks")
+    if kind is Lars and options is INT8 and backend == "cpu":
+        return  # the C library has no momentum of LARS in blocks
     weight = Parameter(torch.ones(64, 128))
     optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
-    one = torch.zeros(64, 128)
-    one[3, 5] = 3e19
-    for count, gradient in enumerate((one, torch.full((64, 128), 6e17)), 1):
-        weight.grad = gradient
+    for _ in range(3):
+        weight.grad = torch.full((64, 128), others)
+        weight.grad[3, 5] = one
         optimizer.step()
-        assert weight.equal(torch.ones(64, 128))
-        assert int(optimizer.telemetry().skipped) == count
+    assert int(optimizer.telemetry().skipped) == 3 * skipped
+    assert weight.isfinite().all()
+    assert weight.equal(torch.ones(64, 128)) == skipped
     weight.grad = torch.ones(64, 128)
     optimizer.step()
-    assert int(optimizer.telemetry().skipped) == 2
-    assert not weight.equal(torch.ones(64, 128))
-
-
-@pytest.mark.parametrize("norm", [0.99 * 2.0**53, 2.0**40])
-@pytest.mark.parametrize("spread", [False, True])
-def test_squares_up_to_the_limit_are_stepped(norm: float, spread: bool, kind: Kind, backend: str) -> None:
-    for options in (OVERFLOWING["float32"], OVERFLOWING["int8"]):
-        if kind is Lars and "state_dtype" in options and backend == "cpu":
-            continue  # the C library has no momentum of LARS in blocks
-        weight = Parameter(torch.ones(64, 128))
-        optimizer = kind([weight], lr=0.1, skip_nonfinite=True, backend=backend, **options)
-        for _ in range(3):
-            weight.grad = torch.full((64, 128), norm / 8192**0.5) if spread else torch.ones(64, 128)
-            if not spread:
-                weight.grad[3, 5] = norm
-            optimizer.step()
-        assert int(optimizer.telemetry().skipped) == 0
-        assert weight.isfinite().all()
-        assert not weight.equal(torch.ones(64, 128))
-
-
-def test_a_clip_brings_squares_back_into_float32(kind: Kind, backend: str) -> None:
-    weight = Parameter(torch.ones(64, 128))
-    optimizer = kind([weight], lr=0.1, skip_nonfinite=True, max_grad_norm=1.0, backend=backend)
-    weight.grad = torch.full((64, 128), 3e19)
-    optimizer.step()
-    assert int(optimizer.telemetry().skipped) == 0
-    assert weight.isfinite().all()
+    assert int(optimizer.telemetry().skipped) == 3 * skipped
     assert not weight.equal(torch.ones(64, 128))
 
 
@@ -402,18 +272,6 @@ def test_a_second_thread_is_refused_while_one_is_in_a_step(kind: Kind, backend: 
     thread.join()
     optimizer.step()
     assert optimizer.state[param]["step"] == 3
-
-
-def test_a_parameter_without_rows_whose_state_is_in_blocks(kind: Kind, backend: str) -> None:
-    """foreach once raised ZeroDivisionError after other parameters had stepped."""
-    params = [Parameter(torch.ones(16, 16)), Parameter(torch.empty(0, 128))]
-    serves = "auto" if kind is Lars and backend == "cpu" else backend
-    optimizer = kind(params, lr=0.1, state_dtype="int8", min_8bit_size=0, backend=serves)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 2]
 
 
 @pytest.mark.parametrize("way", ["step", "step_in_parts", "step_param"])

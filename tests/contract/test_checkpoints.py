@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec
 from bighorn.optim.param_groups import COUNT
-from tests.support.case_tensors import BLOCKS, FEW
 from tests.support.cases import CASES, Case, Kind, set_gradients
 from tests.support.covering_cases import covering_states
 from tests.support.optimizer_runs import (
@@ -37,60 +36,41 @@ from tests.support.tables import for_every
 SMALL = [case for case in CASES if "cautious" not in case.id and case.size < 100_000]
 
 
-@for_every("case", covering_states(SMALL), ids=lambda case: case.id)
-def test_weights_only_checkpoint_continues_bitwise(case: Case) -> None:
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(2))
-    others = copies(parameters)
-    other = case.optimizer(others, "auto")
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert_same_everything(parameters, optimizer, others, other)
-    advance(case, parameters, optimizer, range(2, 4))
-    advance(case, others, other, range(2, 4))
-    assert_same_everything(parameters, optimizer, others, other)
-
-
-ON_BACKENDS = runs(covering_states(SMALL, details=False))
-
-
-@pytest.mark.parametrize(("backend", "case"), ON_BACKENDS, indirect=["backend"])
-def test_load_state_dict_continues_bitwise(case: Case, backend: str) -> None:
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, backend)
-    advance(case, parameters, optimizer, range(2))
-    others = copies(parameters)
-    at_hand = {} if "lr" in case.options else {"lr": 7.0}
-    other = case.optimizer(others, backend, weight_decay=0.9, **at_hand)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert other.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    advance(case, parameters, optimizer, range(2, 4))
-    advance(case, others, other, range(2, 4))
-    assert_same_everything(parameters, optimizer, others, other)
-
-
-@pytest.mark.parametrize(("backend", "case"), ON_BACKENDS, indirect=["backend"])
-def test_a_copy_continues_bitwise(case: Case, backend: str) -> None:
-    """The copy must have every argument of the constructor, including the exclusions and the clip."""
+def check_continuations(case: Case, backend: str) -> None:
+    """Compare a run with those of a loaded checkpoint, a deep copy and a pickle, which have all arguments."""
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))
     set_gradients(parameters, [None] * len(parameters))
+    others = copies(parameters)
+    at_hand = {} if "lr" in case.options else {"lr": 7.0}
+    other = case.optimizer(others, backend, weight_decay=0.9, **at_hand)
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert_same_everything(parameters, optimizer, others, other)
     both = (parameters, optimizer)
-    made = {"deepcopy": copy.deepcopy(both), "pickle": pickle.loads(pickle.dumps(both))}
+    runs = [(others, other), copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
     advance(case, parameters, optimizer, range(2, 4))
-    for way, (others, other) in made.items():
-        assert others[0] is not parameters[0], way
-        advance(case, others, other, range(2, 4))
-        assert_same_everything(parameters, optimizer, others, other)
+    for params, each in runs:
+        assert params[0] is not parameters[0]
+        advance(case, params, each, range(2, 4))
+        assert_same_everything(parameters, optimizer, params, each)
 
 
-def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
+@for_every("case", covering_states(SMALL), ids=lambda case: case.id)
+def test_a_run_continues_bitwise(case: Case) -> None:
+    check_continuations(case, "auto")
+
+
+@pytest.mark.parametrize(("backend", "case"), runs(covering_states(SMALL, details=False)), indirect=["backend"])
+def test_a_run_continues_bitwise_on_each_backend(case: Case, backend: str) -> None:
+    check_continuations(case, backend)
+
+
+def test_a_copy_before_the_first_step(kind: Kind) -> None:
     case = CASE.of(kind)
     parameters = case.parameters()
-    others, other = copy.deepcopy((parameters, case.optimizer(parameters, backend)))
-    optimizer = case.optimizer(parameters, backend)
+    optimizer = case.optimizer(parameters, "auto")
+    others, other = copy.deepcopy((parameters, optimizer))
     advance(case, parameters, optimizer, range(2))
     advance(case, others, other, range(2))
     assert_same_everything(parameters, optimizer, others, other)
@@ -98,37 +78,60 @@ def test_a_copy_before_the_first_step(kind: Kind, backend: str) -> None:
     assert other.param_groups[1]["weight_decay"] == 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_declared_state_dtype(dtype: torch.dtype, kind: Kind, backend: str) -> None:
-    """The dtype applies to LAMB's moments and CAME's momentum; CAME's other averages stay in float32."""
-    case = Case("declared", {"state_dtype": torch.bfloat16}, FEW, dtype=dtype).of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, backend)
-    advance(case, parameters, optimizer, range(2))
-    other = case.optimizer(copies(parameters), backend)
+@for_every(
+    ("dtype", "state_dtype", "shape", "first", "second", "others"),
+    [
+        (torch.float32, None, (64, 64), torch.float32, torch.float32, torch.float32),
+        (torch.float64, None, (64, 64), torch.float64, torch.float64, torch.float64),
+        (torch.bfloat16, None, (64, 64), torch.float32, torch.float32, torch.float32),
+        (torch.float16, None, (64, 64), torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, (64, 64), torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, (64, 64), torch.bfloat16, torch.bfloat16, torch.float32),
+        (torch.bfloat16, "int8", (64, 64), torch.int8, torch.uint8, torch.float32),
+        (torch.bfloat16, "int8", (64, 63), torch.float32, torch.float32, torch.float32),
+        (torch.float32, "int8", (4096,), torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_dtypes_of_state(
+    dtype: torch.dtype,
+    state_dtype: Any,
+    shape: tuple[int, ...],
+    first: torch.dtype,
+    second: torch.dtype,
+    others: torch.dtype,
+    kind: Kind,
+) -> None:
+    """An option applies to moments; CAME's other averages, the scales of codes and the count of steps are wide."""
+    param = Parameter(torch.ones(shape, dtype=dtype))
+    optimizer = kind([param], lr=0.1, state_dtype=state_dtype)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    other = kind(copies([param]), lr=0.1)
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    narrow = {"step": torch.float32, "exp_avg": first, **({"exp_avg_sq": second} if kind is Lamb else {})}
     for each in (optimizer, other):
-        for state in each.state.values():
-            declared = {"exp_avg", "exp_avg_sq"} if kind is Lamb else {"exp_avg"}
-            assert {name for name in state if state[name].dtype is torch.bfloat16} == declared
-            assert {state[name].dtype for name in state.keys() - declared} == {torch.float32}
+        [state] = each.state.values()
+        assert {name: value.dtype for name, value in state.items()} == {
+            name: narrow.get(name, others) for name in state
+        }
+        assert ("exp_avg_scale" in state) == (first is torch.int8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_momentum_in_8_bits_and_its_statistics(dtype: torch.dtype) -> None:
-    """With 8-bit state the codes are 8-bit, and scales and statistics are wide."""
-    case = Case("declared", {"state_dtype": "int8"}, BLOCKS, dtype=dtype).of(Came)
+def test_what_an_older_version_did_not_write_is_the_default(kind: Kind) -> None:
+    case = CASE.of(kind)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(2))
-    other = case.optimizer(copies(parameters), "auto")
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    for each in (optimizer, other):
-        for parameter, state in each.state.items():
-            in_8_bits = parameter.dim() > 1 and parameter.numel() >= 4096
-            assert (state["exp_avg"].dtype is torch.int8) == ("exp_avg_scale" in state) == in_8_bits
-            statistics = state.keys() - {"step", "exp_avg", "exp_avg_scale"}
-            assert {state[name].dtype for name in statistics} == {torch.float32}
+    advance(case, parameters, optimizer, range(1))
+    state = saved_and_loaded(optimizer.state_dict())
+    new, default = {Lamb: ("trust_ratio_bounds", None), Came: ("decay_rate", None), Lars: ("trust_clip", False)}[kind]
+    for group in state["param_groups"]:
+        del group[new], group["format_version"]
+    others = copies(parameters)
+    other = case.optimizer(others, "auto")
+    other.load_state_dict(state)
+    assert other.param_groups[0][new] is default
+    assert all(group["format_version"] == 1 for group in other.param_groups)
+    assert_same_everything(parameters, optimizer, others, other)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one-layer", "stacked"])
@@ -164,92 +167,29 @@ def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, 
     optimizer.step()
 
 
-def test_default_state_dtypes(kind: Kind) -> None:
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        parameter = Parameter(torch.ones(7, 5, dtype=dtype))
-        optimizer = kind([parameter], lr=0.1)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        expected = torch.float64 if dtype is torch.float64 else torch.float32
-        state = dict(optimizer.state[parameter])
-        assert state.pop("step").dtype is torch.float32
-        assert {value.dtype for value in state.values()} == {expected}
+def test_a_distributed_checkpoint_of_a_fresh_optimizer_is_no_step(kind: Kind, backend: str) -> None:
+    """DCP creates the state by a step at lr = 0 with zero gradients, which moves nothing and is not counted."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+    def made(net: Net) -> Any:
+        options: dict[str, Any] = {"weight_decay": [0.1, 0.2], "max_grad_norm": 1.0, "backend": backend}
+        return kind(net.named_parameters(), lr=lambda step: 0.1 / (step + 1), **options)
 
-def test_a_checkpoint_of_an_older_version_gets_the_defaults_of_new_options(kind: Kind) -> None:
-    case = CASE.of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(1))
-    state = copy.deepcopy(optimizer.state_dict())
-    new, default = {Lamb: ("trust_ratio_bounds", None), Came: ("decay_rate", None), Lars: ("trust_clip", False)}[kind]
-    del state["param_groups"][0][new]
-    other = case.optimizer(copies(parameters), "auto")
-    other.load_state_dict(state)
-    assert other.param_groups[0][new] is default
-
-
-def test_a_one_cycle_schedule_is_resumed(kind: Kind) -> None:
-    """The groups contain the state of the schedule."""
-
-    def go(net: Net, steps: range, state: dict[str, Any] | None = None) -> dict[str, Any]:
-        optimizer = kind(net.parameters(), lr=0.1, weight_decay=0.1)
-        if state is not None:
-            optimizer.load_state_dict(state)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, last_epoch=steps.start - 1)
-        for step in steps:
-            net.zero_grad()
+    nets = [model() for _ in range(3)]
+    optimizer, loaded, twin = map(made, nets)
+    state = get_optimizer_state_dict(nets[0], optimizer)
+    assert set(state["state"]) == {name for name, _ in nets[0].named_parameters()}
+    assert_bitwise(list(nets[0].parameters()), list(nets[2].parameters()))
+    assert all(p.grad is None for p in nets[0].parameters())
+    assert {optimizer.param_groups[0][name] for name in ("lr", "weight_decay")} == {0.1}
+    assert optimizer.param_groups[0][COUNT] == 0
+    assert not any(value.any() for state in optimizer.state.values() for value in state.values())
+    set_optimizer_state_dict(nets[1], loaded, state)
+    for net, each in zip(nets, (optimizer, loaded, twin), strict=True):
+        for step in range(2):
             backward(net, step)
-            optimizer.step()
-            scheduler.step()
-        return optimizer.state_dict()
-
-    whole, resumed = model(), model()
-    go(whole, range(9))
-    go(resumed, range(4, 9), saved_and_loaded(go(resumed, range(4))))
-    assert_bitwise(list(whole.parameters()), list(resumed.parameters()))
-
-
-def test_load_state_dict_hooks_still_run(kind: Kind) -> None:
-    case = CASE.of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(1))
-    calls: list[str] = []
-    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert calls == ["pre", "post"] * 2
-
-
-def test_distributed_checkpoint_of_a_fresh_optimizer_moves_nothing(kind: Kind, backend: str) -> None:
-    """DCP creates the state by a step at lr = 0 with zero gradients."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    net, untouched = model(), model()
-    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
-    state = get_optimizer_state_dict(net, optimizer)
-    assert set(state["state"]) == {name for name, _ in net.named_parameters()}
-    assert_bitwise(list(net.parameters()), list(untouched.parameters()))
-    assert all(p.grad is None for p in net.parameters())
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    for state_of_one in optimizer.state.values():
-        assert not any(value.any() for value in state_of_one.values())
-
-
-def test_distributed_checkpoint_of_a_fresh_optimizer_consumes_nothing(kind: Kind, backend: str) -> None:
-    """The dummy step is not counted: the first real one is corrected as the first."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    net, other = model(), model()
-    optimizer = kind(net.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
-    twin = kind(other.named_parameters(), lr=0.1, weight_decay=0.1, backend=backend)
-    get_optimizer_state_dict(net, optimizer)
-    for network, each in ((net, optimizer), (other, twin)):
-        backward(network)
-        each.step()
-    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), twin)
+            each.step()
+        assert_same_everything(list(nets[0].parameters()), optimizer, list(net.parameters()), each)
 
 
 def test_a_parameter_that_joins_later_is_initialised_without_a_step(kind: Kind, backend: str) -> None:

@@ -23,10 +23,7 @@ from tests.support.case_tensors import FEW
 from tests.support.cases import LEFT_OUT, Case, Kind, set_gradients
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
-    CASE,
-    advance,
     assert_bitwise,
-    assert_same_everything,
     backward,
     copies,
     model,
@@ -436,18 +433,3 @@ def test_the_format_version_is_in_every_group_and_stays_there(kind: Kind) -> Non
         net, one, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
     assert {flat[f"param_groups.{name}.format_version"] for name, _ in net.named_parameters()} == {1}
-
-
-def test_a_checkpoint_of_the_time_before_versions_is_ours(kind: Kind) -> None:
-    case = CASE.of(kind)
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, "auto")
-    advance(case, parameters, optimizer, range(1))
-    state = saved_and_loaded(optimizer.state_dict())
-    for group in state["param_groups"]:
-        del group["format_version"]
-    others = copies(parameters)
-    other = case.optimizer(others, "auto")
-    other.load_state_dict(state)
-    assert all(group["format_version"] == 1 for group in other.param_groups)
-    assert_same_everything(parameters, optimizer, others, other)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb, kernels
@@ -192,31 +191,6 @@ def test_a_copy_goes_on_where_the_schedule_was(name: str, way: str, tmp_path: An
     for seed in range(3, 6):
         step(params, optimizer, seed)
     assert all(map(torch.equal, [param.detach() for param in params], whole))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_torchs_distributed_checkpoint_moves_nothing(name: str) -> None:
-    """It creates the state of a fresh optimizer by a step at lr 0 with zero gradients."""
-    model = torch.nn.Linear(6, 5)
-    optimizer = SCHEDULES[name](list(model.parameters()))
-    before = copy.deepcopy(model.state_dict())
-    first = [group["lr"] for group in optimizer.param_groups]
-    state = get_optimizer_state_dict(model, optimizer)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert [group["lr"] for group in optimizer.param_groups] == first
-    assert all(group["schedule_step"] == 0 for group in optimizer.param_groups)
-
-    other = copy.deepcopy(model)
-    fresh = SCHEDULES[name](list(other.parameters()))
-    set_optimizer_state_dict(other, fresh, state)
-    untouched = copy.deepcopy(model)
-    plain = SCHEDULES[name](list(untouched.parameters()))
-    for seed in range(3):
-        for net, opt in ((model, optimizer), (other, fresh), (untouched, plain)):
-            step(list(net.parameters()), opt, seed)
-    for key, value in untouched.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value)
-        assert torch.equal(other.state_dict()[key], value)
 
 
 def test_a_checkpoint_without_a_count_goes_on_at_its_steps() -> None:

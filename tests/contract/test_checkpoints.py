@@ -167,6 +167,16 @@ def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, 
     optimizer.step()
 
 
+def test_load_state_dict_hooks_still_run(kind: Kind) -> None:
+    optimizer = kind(model().parameters(), lr=0.1)
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("post"))
+    for _ in range(2):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["pre", "post"] * 2
+
+
 def test_a_distributed_checkpoint_of_a_fresh_optimizer_is_no_step(kind: Kind, backend: str) -> None:
     """DCP creates the state by a step at lr = 0 with zero gradients, which moves nothing and is not counted."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -181,7 +181,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "kahan8": {"weight_rounding": "kahan8"},
     "master-int8": {"weight_rounding": "master", "state_dtype": "int8"},
 }
-SHAPES = ((64, 70), (16, 300), (20, 9), (40,))
+SHAPES = ((64, 70), (15, 301), (20, 9), (40,))
 
 
 def trained(kind: Kind, options: dict[str, Any], steps: int = 3) -> tuple[list[Parameter], Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from bighorn import telemetry
 from bighorn.schedules import Cosine
 from tests.support.cases import Kind, Optimizer
 from tests.support.optimizer_runs import assert_same_everything, backward, figures, model
@@ -17,6 +18,7 @@ REPORTS: dict[str, Callable[[Optimizer], object]] = {
     "explain": lambda optimizer: optimizer.explain(),
     "telemetry": lambda optimizer: optimizer.telemetry(),
     "as_dict": lambda optimizer: optimizer.telemetry().as_dict(),
+    "scalars": telemetry.scalars,
     "repr": repr,
     "dir": dir,
     "state_dict": lambda optimizer: optimizer.state_dict(),

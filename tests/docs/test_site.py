@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import bighorn
-from tests.support.tables import for_every
 
 pytest.importorskip("sphinx")
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
@@ -79,21 +78,6 @@ def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str)
 def test_other_files_have_the_version(file: str, line: str) -> None:
     """The files are the citation, and the workbench, which requires the library of its own version."""
     assert line.format(bighorn.__version__) in (Path(__file__).parents[2] / file).read_text().splitlines()
-
-
-def test_ten_questions_have_answers() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
-    questions = re.findall(r"^## (.*)\n\n\S", text, re.MULTILINE)
-    assert len(questions) >= 10
-    assert all(question.endswith("?") for question in questions)
-
-
-@for_every("words", ["huggingface", "oom", "install", "gradient clipping", "large batch", "npu", "apex"])
-def test_a_search_finds_a_page(words: str) -> None:
-    """The site's search matches whole words; a page must have all words of a query."""
-    docs = Path(__file__).parents[2] / "docs"
-    pages = {page.stem: set(re.findall(r"\w+", page.read_text().lower())) for page in docs.glob("*.md")}
-    assert [name for name, found in pages.items() if set(words.split()) <= found]
 
 
 def test_pictures_take_the_colours_of_the_page() -> None:

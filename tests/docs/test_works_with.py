@@ -32,14 +32,6 @@ def test_its_tests_exist(row: list[str]) -> None:
     assert missing(tests) == []
 
 
-def test_rows_are_there_for_what_is_asked() -> None:
-    names = " ".join(row[0] for row in ROWS)
-    asked = (
-        "DistributedData FSDP2 HSDP tensor ZeRO compile float16 bf16 graphs accumulation release offload sparse complex"
-    )
-    assert [word for word in [*asked.split(), "channels_last"] if word not in names] == []
-
-
 def test_a_test_that_does_not_exist_is_found() -> None:
     assert missing("`tests/docs/test_works_with.py::test_its_tests_exist`, `test_no`") == ["::test_no"]
     assert missing("`tests/docs/test_nothing.py`") == ["tests/docs/test_nothing.py::"]

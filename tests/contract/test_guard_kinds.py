@@ -1,4 +1,7 @@
-"""The changes that make a plan invalid are detected, by torch's guards and, without these, by attributes."""
+"""The checks of the kinds of tensors, by torch's guards and, without these, by attributes.
+
+test_events.py has what a plan makes of them, and of addresses.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -11,22 +14,27 @@ from bighorn.optim import plan_cache
 from bighorn.optim.plan_cache import Guard, alike, alike_by_attributes
 from tests.support.tables import for_every
 
-BOTH = pytest.mark.parametrize("ask", [alike, alike_by_attributes])
-
 
 def base() -> Tensor:
     return torch.arange(6.0).view(2, 3)
 
 
-OTHERS: dict[str, Callable[[], Tensor]] = {
-    "dtype": lambda: base().bfloat16(),
-    "shape": lambda: base()[:1],
-    "dims": lambda: base()[0],
-    "strides": lambda: base().t().contiguous().t(),
-    "device": lambda: base().to("meta"),
-    "layout": lambda: base().to_sparse(),
-    "negated": lambda: torch._neg_view(base()),
-    "type": lambda: torch.nn.Parameter(base(), requires_grad=False),
+NUMBERS = torch.ones(2, dtype=torch.complex64)
+TENSORS: dict[str, tuple[list[Tensor], list[Tensor], bool]] = {
+    "other values": ([base(), base()[0]], [base() + 1, torch.zeros(3)], True),
+    "none": ([], [], True),
+    "one more": ([base()], [base(), base()], False),
+    "one less": ([base(), base()], [base()], False),
+    "one more than none": ([], [base()], False),
+    "dtype": ([base(), base()], [base(), base().bfloat16()], False),
+    "shape": ([base(), base()], [base(), base()[:1]], False),
+    "dims": ([base(), base()], [base(), base()[0]], False),
+    "strides": ([base(), base()], [base(), base().t().contiguous().t()], False),
+    "device": ([base(), base()], [base(), base().to("meta")], False),
+    "layout": ([base(), base()], [base(), base().to_sparse()], False),
+    "negated": ([base(), base()], [base(), torch._neg_view(base())], False),
+    "type": ([base(), base()], [base(), torch.nn.Parameter(base(), requires_grad=False)], False),
+    "conjugated": ([NUMBERS], [NUMBERS.conj()], False),
 }
 
 
@@ -34,39 +42,11 @@ def test_torch_answers() -> None:
     assert plan_cache.TensorGuards is not None
 
 
-@BOTH
-def test_tensors_of_the_same_kind_are_alike(ask: Callable[[list[Tensor]], Guard]) -> None:
-    question = ask([base(), base()[0]])
-    assert question([base() + 1, torch.zeros(3)])
-
-
-@BOTH
-@for_every("change", OTHERS)
-def test_whatever_kernels_are_told_of_a_tensor_makes_a_difference(
-    ask: Callable[[list[Tensor]], Guard], change: str
-) -> None:
-    question = ask([base(), base()])
-    assert not question([base(), OTHERS[change]()])
-
-
-@BOTH
-def test_a_conjugated_tensor_is_another(ask: Callable[[list[Tensor]], Guard]) -> None:
-    number = torch.ones(2, dtype=torch.complex64)
-    assert not ask([number])([number.conj()])
-
-
-@BOTH
-@for_every("counts", [(0, 1), (1, 0), (2, 1), (1, 2)])
-def test_another_number_of_tensors_is_never_alike(
-    ask: Callable[[list[Tensor]], Guard], counts: tuple[int, int]
-) -> None:
-    asked, given = counts
-    assert not ask([base()] * asked)([base()] * given)
-
-
-@BOTH
-def test_no_tensors_are_alike(ask: Callable[[list[Tensor]], Guard]) -> None:
-    assert ask([])([])
+@pytest.mark.parametrize("ask", [alike, alike_by_attributes])
+@for_every("kinds", TENSORS)
+def test_tensors_are_alike(kinds: str, ask: Callable[[list[Tensor]], Guard]) -> None:
+    asked, given, same = TENSORS[kinds]
+    assert ask(asked)(given) == same
 
 
 @pytest.mark.parametrize("guards", [True, False], ids=["torch's", "by attributes"])

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
-from bighorn import kernels
+from bighorn import Lamb, kernels
 from tests.support.cases import Kind
 from tests.support.processes import group_of_one
 
@@ -204,6 +204,28 @@ def test_freed_memory(where: str, backend: str, cached: bool, kind: Kind) -> Non
     assert freed is not None
     freed.untyped_storage().resize_(0)
     unchanged(params, optimizer, f"^{name} no memory")
+
+
+def test_a_gradient_without_memory_of_its_own_is_refused() -> None:
+    weight = Parameter(torch.ones(3))
+    optimizer = Lamb([weight], lr=0.1, backend="cpu")
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    before = weight.detach().clone()
+
+    def inside(grad: Tensor) -> Tensor:
+        weight.grad = grad
+        for backend, message in (("cpu", "without memory"), ("auto", "cannot be stepped")):
+            other = Lamb([weight], lr=0.1, backend=backend)
+            for refusing in (optimizer, other) if backend == "cpu" else (other,):
+                with pytest.raises(ValueError, match=rf"^param_groups\[0\]\.params\[0\].*{message}"):
+                    refusing.step()
+        weight.grad = None
+        return grad
+
+    torch.func.vmap(inside)(torch.ones(2, 3))
+    assert weight.equal(before)
 
 
 def test_backends_that_need_memory(kind: Kind) -> None:

@@ -133,16 +133,6 @@ def test_hooks_of_other_trainers(protocol: str, kind: Kind) -> None:
     assert sorted(plain.telemetry().names) == sorted(released.telemetry().names)
 
 
-def test_a_hook_that_passes_no_group(kind: Kind) -> None:
-    net = network()
-    optimizer = make(kind, net)
-    loss_of(net, 0).backward()
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(TypeError, match=r"group must be the parameter's group, a dict of param_groups, not a int"):
-        optimizer.step_parameter(net[0].weight, 0, 1)
-    assert_bitwise(list(net.parameters()), before)
-
-
 def test_gradients_are_accumulated_where_the_handle_says_so(kind: Kind) -> None:
     nets = network(), network()
     plain, released = (make(kind, net) for net in nets)
@@ -161,6 +151,11 @@ def test_gradients_are_accumulated_where_the_handle_says_so(kind: Kind) -> None:
         assert all(parameter.grad is not None for parameter in nets[1].parameters())
     assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
     assert int(released.state[nets[1][0].weight]["step"]) == 2
+    release.remove()
+    loss_of(nets[1], 0).backward()
+    assert all(parameter.grad is not None for parameter in nets[1].parameters())
+    assert int(released.state[nets[1][0].weight]["step"]) == 2
+    release_gradients(nets[1], released)
 
 
 def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
@@ -179,7 +174,7 @@ def test_no_more_than_a_layer_has_gradients(kind: Kind) -> None:
     assert most == 0  # each gradient is freed before the next is complete
 
 
-def test_tied_weights_step_once(kind: Kind) -> None:
+def test_tied_weights_step_once_in_closures_with_a_torch_scheduler(kind: Kind) -> None:
     """Autograd adds up their gradients before the hook runs."""
     results = []
     for released in (False, True):
@@ -188,33 +183,21 @@ def test_tied_weights_step_once(kind: Kind) -> None:
         net[5].weight = net[3].weight
         net[4] = nn.Linear(90, 70)
         optimizer = make(kind, net)
+        scheduler = StepLR(optimizer, 1, gamma=0.5)
         if released:
             release_gradients(net, optimizer)
         for step in range(3):
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((list(net.parameters()), optimizer))
-    assert_same_everything(*results[1], *results[0])
 
-
-def test_a_torch_scheduler_and_a_closure(kind: Kind) -> None:
-    nets = network(), network()
-    optimizers = [make(kind, net) for net in nets]
-    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
-    release_gradients(nets[1], optimizers[1])
-    for step in range(3):
-        for net, optimizer, scheduler in zip(nets, optimizers, schedulers, strict=True):
-
-            def closure(net: nn.Module = net) -> Tensor:
-                loss: Tensor = loss_of(net, step)  # noqa: B023 - called at once
+            def closure(net: nn.Module = net, step: int = step) -> Tensor:
+                loss: Tensor = loss_of(net, step)
                 loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             optimizer.zero_grad()
             assert optimizer.step(closure) > 0
             scheduler.step()
-    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+        results.append((list(net.parameters()), optimizer))
+    assert_same_everything(*results[1], *results[0])
 
 
 @pytest.mark.filterwarnings("ignore")  # FSDP2's, which do not concern gradients
@@ -287,17 +270,6 @@ def test_parameters_that_change_places_draw_the_bits_of_their_new_ones(kind: Kin
     assert_bitwise(*ends)
 
 
-def test_it_can_be_undone(kind: Kind) -> None:
-    net = network()
-    optimizer = make(kind, net)
-    release = release_gradients(net, optimizer)
-    release.remove()
-    loss_of(net, 0).backward()
-    assert all(parameter.grad is not None for parameter in net.parameters())
-    assert not optimizer.state
-    release_gradients(net, optimizer)
-
-
 def test_a_state_of_a_step_that_has_begun_can_be_loaded(kind: Kind) -> None:
     """A program continues with this after an error in the middle of a backward."""
     net = network()
@@ -352,19 +324,10 @@ def test_an_optimizer_for_each_parameter_inside_backward(option: dict[str, Any],
     loss_of(net, 0).backward()
     for optimizer in made.values():
         optimizer.step()
-
-
-@pytest.mark.parametrize("before", ["explain", "step", "load_state_dict"])
-def test_a_step_inside_backward_is_refused_after_any_use(before: str, kind: Kind) -> None:
-    net = network()
-    optimizer = make(kind, net, max_grad_norm=1.0)
-    if before == "load_state_dict":
+        optimizer.explain()
         optimizer.load_state_dict(optimizer.state_dict())
-    else:
-        getattr(optimizer, before)()
-    net.get_parameter(next(name for name, _ in net.named_parameters())).register_post_accumulate_grad_hook(
-        lambda _: optimizer.step()
-    )
+    for param in made:
+        param.register_post_accumulate_grad_hook(lambda param: made[param].step())
     with pytest.raises(RuntimeError, match="inside backward"):
         loss_of(net, 0).backward()
 
@@ -392,21 +355,22 @@ def test_data_parallel_gradients_are_not_there_yet(kind: Kind) -> None:
     del overlap
 
 
-def test_what_is_no_such_thing() -> None:
+def test_what_is_refused(kind: Kind) -> None:
     net = network()
+    optimizer = make(kind, net)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not list"):
-        release_gradients(list(net.parameters()), Lamb(net.parameters(), lr=0.1))  # type: ignore[arg-type]
+        release_gradients(list(net.parameters()), optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not Sequential"):
         release_gradients(net, net)
     with pytest.raises(ValueError, match=r"AdamW, which has no step_param.*: use Lamb, Came or Lars"):
         release_gradients(net, torch.optim.AdamW(net.parameters()))
-
-
-def test_a_gradient_that_nobody_would_take(kind: Kind) -> None:
-    net = network()
     with pytest.raises(ValueError, match=r"does not hold the trainable parameter 2.weight: add it, or freeze it"):
         release_gradients(net, kind(net[0].named_parameters("0"), lr=0.1))
-    optimizer = make(kind, net)
+    loss_of(net, 0).backward()
+    before = copies(list(net.parameters()))
+    with pytest.raises(TypeError, match=r"group must be the parameter's group, a dict of param_groups, not a int"):
+        optimizer.step_parameter(net[0].weight, 0, 1)
+    assert_bitwise(list(net.parameters()), before)
     release_gradients(net, optimizer)
     with pytest.raises(ValueError, match=r"0.weight has a hook for its gradient already"):
         release_gradients(net, optimizer)

@@ -63,10 +63,9 @@ REGRESSIONS: dict[str, tuple[Kind, dict[str, Any]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", REGRESSIONS)
-@pytest.mark.parametrize("factor", [1.0, 100.0])
-def test_a_regression_with_one_larger_input(factor: float, name: str) -> None:
+def test_a_regression_with_one_larger_input(name: str) -> None:
     kind, options = REGRESSIONS[name]
-    float32, int8, int4 = (loss_of(kind, form, factor, **options) for form in FORMS)
+    float32, int8, int4 = (loss_of(kind, form, 100.0, **options) for form in FORMS)
     assert int4 < 3 * max(float32, int8, 1e-5)
 
 

@@ -132,9 +132,3 @@ def test_every_argument_of_a_migration_page_is_ours_or_is_answered(page: str) ->
     assert len(found) > 10
     ours = Lamb.__init__.__code__.co_varnames
     assert [name for name in found if name not in ours and name not in ELSEWHERE] == []
-
-
-def test_an_argument_of_another_package_that_is_off_is_left_out(kind: Kind) -> None:
-    unknown: dict[str, Any] = {"use_nvlamb": False, "caution": None}
-    optimizer = kind([nn.Parameter(torch.ones(2))], lr=0.1, **unknown)
-    assert "use_nvlamb" not in optimizer.defaults

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, ConvertedStateWarning, Lamb, Lars, kernels
+from bighorn import Came, ConvertedStateWarning, Lamb, Lars
 from bighorn.optim.checkpoint_formats import FORMATS
 from tests.contract.test_formula_checkpoints import GROUPED_STEPS, NAMES, note
 from tests.support import peer_formulas
@@ -23,12 +23,12 @@ from tests.support.case_tensors import FEW
 from tests.support.cases import LEFT_OUT, Case, Kind, set_gradients
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
-    assert_bitwise,
     backward,
     copies,
     model,
     saved_and_loaded,
 )
+from tests.support.tables import for_every
 
 pytestmark = pytest.mark.long
 
@@ -179,23 +179,6 @@ RUNS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("CAME", {"weight_decouple": False}, "weight_decouple=False, which is not known: .*decoupled decay alone"),
-        ("CAME", {"ams_bound": True}, "ams_bound=True, which is not known"),
-        ("CAME", {"fixed_decay": True}, "fixed_decay=True, which is not known: give weight_decay a schedule"),
-        ("Lamb", {"rectify": True}, "rectify=True, which is not known"),
-        ("Lamb", {"fixed_decay": True}, "fixed_decay=True, which is not known"),
-    ],
-)
-def test_options_of_pytorch_optimizer_without_a_counterpart(kind: str, options: Any, message: str) -> None:
-    peer = pytorch_optimizer(kind, **options)(in_groups(VALUES.parameters()))
-    ours = Came(bare(VALUES.parameters()), lr=0.1) if kind == "CAME" else Lamb(bare(VALUES.parameters()))
-    with pytest.raises(ValueError, match=message):
-        ours.load_state_dict(peer.state_dict())
-
-
 def in_groups(parameters: list[Parameter]) -> list[dict[str, Any]]:
     """Return two groups whose options differ."""
     decayed = [parameter for parameter in parameters if parameter.dim() > 1]
@@ -324,30 +307,17 @@ def test_a_checkpoint_of_torchs_adamw_changes_what_it_names_and_nothing_else(bac
     assert [int(optimizer.state[p]["step"]) for p in parameters] == [3, 3]
 
 
-@pytest.mark.parametrize("backend", kernels.SERVES_RARE, indirect=True)
-def test_a_checkpoint_of_torchs_amsgrad(backend: str) -> None:
-    """Only amsgrad uses the checkpoint's maximum; if there is none, it starts from the second moment."""
-    runs = []
-    for second_moment, keep in (("adam", True), ("adam", False), ("amsgrad", True), ("amsgrad", False)):
+def test_amsgrad_starts_from_the_second_moment_if_there_is_no_maximum() -> None:
+    for keep in (True, False):
         parameters, adamw = after_adamw(amsgrad=True)
         state = copy.deepcopy(adamw.state_dict())
-        for group in state["param_groups"]:
-            group["amsgrad"] = False
         for each in state["state"].values():
             assert not each["max_exp_avg_sq"].equal(each["exp_avg_sq"])
             if not keep:
                 del each["max_exp_avg_sq"]
-        groups = [{"params": [p]} for p in parameters]
-        optimizer = Lamb(groups, weight_decay=0.1, second_moment=second_moment, backend=backend)  # type: ignore[arg-type]
+        optimizer = Lamb([{"params": [p]} for p in parameters], second_moment="amsgrad")
         note(optimizer, state)
-        if second_moment == "amsgrad" and not keep:
-            assert all(each["max_exp_avg_sq"].equal(each["exp_avg_sq"]) for each in optimizer.state.values())
-        optimizer.step()
-        runs.append(parameters)
-    with_maximum, without, maximum, started_anew = runs
-    assert_bitwise(with_maximum, without)
-    assert not maximum[0].equal(started_anew[0])
-    assert not maximum[0].equal(without[0])
+        assert all(each["max_exp_avg_sq"].equal(each["exp_avg_sq"]) != keep for each in optimizer.state.values())
 
 
 def test_a_fresh_checkpoint_and_parameters_without_state(backend: str) -> None:
@@ -397,13 +367,36 @@ def test_a_converted_checkpoint_keeps_keys_of_others_and_names_them() -> None:
     assert [group["lr_multiplier"] for group in lamb.param_groups] == [0.5] * len(lamb.param_groups)
 
 
-def test_an_option_of_timm_without_a_counterpart_is_refused() -> None:
-    if peer_formulas.TIMM_ABSENT:
+PEERS: dict[str, Callable[..., Any]] = {
+    "CAME": lambda **options: pytorch_optimizer("CAME", **options),
+    "Lamb": lambda **options: pytorch_optimizer("Lamb", **options),
+    "timm": lambda **options: timm(decoupled_decay=True, **options),
+}
+
+
+@for_every(
+    ("peer", "options", "message"),
+    [
+        ("CAME", {"weight_decouple": False}, "weight_decouple=False, which is not known: .*decoupled decay alone"),
+        ("CAME", {"ams_bound": True}, "ams_bound=True, which is not known"),
+        ("CAME", {"fixed_decay": True}, "fixed_decay=True, which is not known: give weight_decay a schedule"),
+        ("Lamb", {"rectify": True}, "rectify=True, which is not known"),
+        ("Lamb", {"fixed_decay": True}, "fixed_decay=True, which is not known"),
+        (
+            "timm",
+            {"corrected_weight_decay": True},
+            "corrected_weight_decay=True, which is not known: give weight_decay",
+        ),
+    ],
+)
+def test_options_without_a_counterpart_are_refused(peer: str, options: Any, message: str) -> None:
+    if peer == "timm" and peer_formulas.TIMM_ABSENT:
         pytest.skip(peer_formulas.TIMM_ABSENT)
     parameters = VALUES.parameters()
-    peer = timm(decoupled_decay=True, corrected_weight_decay=True)(in_groups(parameters))
-    with pytest.raises(ValueError, match="corrected_weight_decay=True, which is not known: give weight_decay a sched"):
-        Lamb(bare(parameters)).load_state_dict(peer.state_dict())
+    theirs = PEERS[peer](**options)(in_groups(parameters))
+    ours = Came(bare(parameters), lr=0.1) if peer == "CAME" else Lamb(bare(parameters))
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(theirs.state_dict())
 
 
 # ---- bighorn's own ----------------------------------------------------------------------------------------------

@@ -77,12 +77,6 @@ def test_bare_parameters() -> None:
     ]
 
 
-def test_the_optimizer_checks_the_options() -> None:
-    made = groups.by_rules(model().named_parameters(), [Rule("bias", weigth_decay=0.0)])
-    with pytest.raises(TypeError, match=r"unknown option 'weigth_decay' .did you mean 'weight_decay'"):
-        Lamb(made)
-
-
 def test_the_report_shows_who_took_what_before_and_after_the_optimizer() -> None:
     made = groups.by_rules(model().named_parameters(), [NO_DECAY])
     expected = """\

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -131,15 +130,6 @@ def test_a_gradient_that_becomes_a_lazy_view_of_the_same_memory(
         assert_same_everything([parameter], one, [other], two)
 
 
-@pytest.fixture(params=[torch.float64], ids=str)
-def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize(
     ("backend", "case"),
     runs(
@@ -149,16 +139,19 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
     indirect=["backend"],
 )
 def test_torchs_default_dtype_changes_nothing(case: Case, backend: str) -> None:
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, backend)
-    advance(case, parameters, optimizer, range(2))
-    ours = figures(optimizer.telemetry())
-    torch.set_default_dtype(torch.float32)
-    others = case.parameters()
-    other = case.optimizer(others, backend)
-    advance(case, others, other, range(2))
+    runs = []
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            parameters = case.parameters()
+            optimizer = case.optimizer(parameters, backend)
+            advance(case, parameters, optimizer, range(2))
+            runs.append((parameters, optimizer, figures(optimizer.telemetry())))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    (parameters, optimizer, ours), (others, other, theirs) = runs
     assert_same_everything(parameters, optimizer, others, other)
-    for name, column in figures(other.telemetry()).items():
+    for name, column in theirs.items():
         assert ours[name].dtype is torch.float32
         assert ours[name].equal(column), name
 

@@ -248,9 +248,10 @@ def test_an_option_of_another_class_names_the_class(kind: Kind, option: dict[str
 def test_an_option_of_others_that_is_off_is_taken(kind: Kind) -> None:
     """Torchtitan and NeMo pass `foreach=False` to every optimizer."""
     off: dict[str, Any] = {"foreach": False, "fused": None, "amsgrad": False, "dampening": 0.0}
-    optimizer = kind([{"params": weights(), **off}], lr=0.1, **off)
+    unknown: dict[str, Any] = {"use_nvlamb": False, "caution": None}
+    optimizer = kind([{"params": weights(), **off}], lr=0.1, **off, **unknown)
     assert off.items() <= optimizer.param_groups[0].items()
-    assert not off.keys() & optimizer.defaults.keys()
+    assert not {*off, *unknown} & optimizer.defaults.keys()
     with pytest.raises(TypeError, match="unknown option 'learning_rate'"):
         kind(weights(), lr=0.1, learning_rate=None)  # type: ignore[arg-type]
 

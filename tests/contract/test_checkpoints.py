@@ -246,42 +246,13 @@ def test_a_real_step_at_lr_0_counts(kind: Kind, backend: str) -> None:
         assert state["exp_avg"].any()
 
 
+@pytest.mark.parametrize("every", [True, False], ids=["all-trained", "some-never-trained"])
 @pytest.mark.parametrize("flatten", [False, True])
-def test_distributed_checkpoint_continues_bitwise(flatten: bool, kind: Kind, backend: str) -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    how = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, **OWN[kind]}
-    net = model()
-    optimizer = kind(net.named_parameters(), lr=0.1, backend=backend, **options)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(net, step)
-        optimizer.step()
-    state = saved_and_loaded(get_optimizer_state_dict(net, optimizer, options=how))
-    other = copy.deepcopy(net)
-    other.zero_grad()
-    fresh = kind(other.named_parameters(), lr=0.5, backend=backend, **options)
-    before = copies(list(other.parameters()))
-    set_optimizer_state_dict(other, fresh, state, options=how)
-    assert_bitwise(list(other.parameters()), before)
-    for network, each in ((net, optimizer), (other, fresh)):
-        each.zero_grad()
-        backward(network, 3)
-        each.step()
-    assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("way", ["loaded", "set"])
-def test_a_distributed_checkpoint_of_parameters_that_were_never_trained(
-    way: str, flatten: bool, kind: Kind, tmp_path: Path
+@pytest.mark.parametrize("way", ["torch.save", "dcp.save"])
+def test_distributed_checkpoint_continues_bitwise(
+    way: str, flatten: bool, every: bool, kind: Kind, tmp_path: Path
 ) -> None:
-    """docs/sharding.md has the options with which torch loads them."""
+    """docs/sharding.md has the options with which torch loads parameters that were never trained."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict import (
@@ -290,29 +261,32 @@ def test_a_distributed_checkpoint_of_parameters_that_were_never_trained(
         set_optimizer_state_dict,
     )
 
-    dcp: Any = checkpoint
-
-    def train(net: Any, optimizer: torch.optim.Optimizer) -> None:
-        net.last(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
-        optimizer.step()
+    def train(net: Any, optimizer: torch.optim.Optimizer, step: int, every: bool) -> None:
         optimizer.zero_grad()
+        backward(net, step) if every else net.last(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
 
+    dcp: Any = checkpoint
     net, other = model(), model()
-    optimizer, fresh = (kind(each.named_parameters(), lr=0.1) for each in (net, other))
-    train(net, optimizer)
-    how = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=False)
+    options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, **OWN[kind]}
+    optimizer, fresh = (kind(each.named_parameters(), lr=lr, **options) for each, lr in ((net, 0.1), (other, 0.5)))
+    for step in range(3):
+        train(net, optimizer, step, every)
+    how = StateDictOptions(flatten_optimizer_state_dict=flatten, strict=every)
     state = get_optimizer_state_dict(net, optimizer, options=how)
-    if way == "loaded":
+    other.load_state_dict(net.state_dict())
+    if way == "torch.save":
+        state = saved_and_loaded(state)
+    else:
         with group_of_one():
             dcp.save(state, checkpoint_id=tmp_path)
             state = get_optimizer_state_dict(other, fresh, options=how)
-            dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+            dcp.load(state, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(allow_partial_load=not every))
     set_optimizer_state_dict(other, fresh, state, options=how)
-    other.load_state_dict(net.state_dict())
+    assert_bitwise(list(other.parameters()), list(net.parameters()))
     for each, of in ((net, optimizer), (other, fresh)):
-        train(each, of)
-        backward(each)  # now all parameters are trained
-        of.step()
+        train(each, of, 3, every)
+        train(each, of, 4, True)
     assert_same_everything(list(net.parameters()), optimizer, list(other.parameters()), fresh)
 
 

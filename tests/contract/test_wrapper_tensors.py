@@ -6,7 +6,6 @@ Their address is 0; compiled kernels would read from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -59,15 +58,6 @@ class Float8Weight(torch.Tensor):
 
 def values(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def two(seed: int) -> Tensor:
-    made: Tensor = TwoTensor(values(seed), values(seed + 10))  # type: ignore[no-untyped-call]
-    return made
-
-
-def shifted(first: int, seed: int) -> Tensor:
-    return values(first + seed)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -129,16 +119,6 @@ def test_a_wrapper_of_which_no_state_can_be_made_is_named(kind: Kind) -> None:
         optimizer.step()
     assert alone.equal(torch.ones(3))
     assert not optimizer.state
-
-
-def test_two_tensors(kind: Kind) -> None:
-    """Each of the two inner tensors steps separately."""
-    both = Parameter(two(0))
-    train(kind, [both], two)
-    for part, first in (("a", 0), ("b", 10)):
-        alone = Parameter(values(first))
-        train(kind, [alone], partial(shifted, first), backend="reference")
-        torch.testing.assert_close(getattr(both, part), alone.detach())
 
 
 @pytest.mark.parametrize("where", ["grad", "state"])

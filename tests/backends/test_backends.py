@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, Lars
+from bighorn import Came, Lamb, Lars, kernels
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.codec import Dither
+from bighorn.kernels.foreach import lists
 from bighorn.kernels.reference import came as came_reference
 from bighorn.kernels.reference import lamb as reference
 from bighorn.kernels.reference import lars as lars_reference
 from bighorn.kernels.triton.device import interpreted
 from bighorn.optim.state import AUX_STATE_NAMES
 from tests.support import scalar_formulas
+from tests.support.buckets import bucket
 from tests.support.case_tensors import BLOCKS, ZOO, Layout, arranged, double, ordinal
 from tests.support.cases import CASES, Case, Kind, Optimizer, set_gradients
 from tests.support.optimizer_runs import BY_ID, assert_bitwise, figures, runs
@@ -31,7 +33,7 @@ from tests.support.tables import for_every
 
 LOW = (torch.bfloat16, torch.float16)
 STEPS = 2
-"""The first step, and one from the state that it created; test_step.py and test_lamb_scalar.py take more."""
+"""The first step, and one from the state that it created; test_step.py and test_formulas.py take more."""
 
 # Relative to (the step, the parameter, a moment). The specification gives the first two float32 figures.
 TOLERANCE = {torch.float32: (2e-6, 2e-7, 1e-6), torch.float64: (2e-14, 5e-16, 2e-15)}
@@ -111,7 +113,8 @@ def rounding_watched() -> Iterator[Bounds]:
                 end = torch.where((values.float().abs() < top) | (values.abs() <= slack.abs()), end, values)
                 # The specification first rounds to 2^-16ths of a code.
                 shift = (torch.as_tensor(dither).expand(values.shape) + way).clamp(0, 2**16 - 1)
-                ends.append(one_by_one(name, codec.encode(end, form, shift)[0]))
+                leading = new[f"{name}_scale"].dim() - 1
+                ends.append(one_by_one(name, codec.encode(end, form, shift, leading=leading)[0]))
             bounds[like[name].data_ptr()] = torch.minimum(*ends), torch.maximum(*ends)
         return new
 
@@ -275,11 +278,18 @@ def test_a_step_equals_the_float64_reference(backend: str, case: Case) -> None:
     check_steps(backend, case)
 
 
-def check_steps(backend: str, case: Case, roundings: float = 1.0) -> None:
+@for_every("name", ("paper-v5", "everything", "came-published", "came-last-two", "came-everything", "lars-everything"))
+def test_foreach_in_groups_of_one_tensor(name: str) -> None:
+    """The table steps several tensors together, as it does small ones."""
+    with mock.patch.object(lists, "CACHED_BYTES", 1):
+        check_steps("foreach", BY_ID[name])
+
+
+def check_steps(backend: str, case: Case, roundings: float = 1.0, steps: int = STEPS) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     twins, twin = twins_of(case, parameters)
-    for step in range(STEPS):
+    for step in range(steps):
         gradients = case.gradients(step)
         for each in (optimizer, twin):
             case.set_lr(each, step)
@@ -363,6 +373,22 @@ def test_the_comparison_sees_a_wrong_step() -> None:
     assert assert_same_codes(codes + (codes == 7), codes, bounds, "a tie")
     with pytest.raises(AssertionError, match="codes are wrong"):
         assert_same_codes(codes + (codes == 8), codes, bounds, "wrong")
+
+
+def test_cames_residual_is_that_of_the_average_as_stored() -> None:
+    """A backend may therefore read m back; the state after one step shows which m the residual used."""
+    param, g = Parameter(torch.randn(6, 5)), torch.randn(6, 5)
+    param.grad = g
+    few_bits: dict[str, Any] = {"state_dtype": "int8", "min_8bit_size": 1, "factor": "last_two"}
+    optimizer = Came([param], lr=0.1, clip_threshold=1e9, backend="reference", **few_bits)
+    optimizer.step()
+    state = optimizer.state[param]
+    row, col = state["exp_avg_sq_row"].double(), state["exp_avg_sq_col"].double()
+    u = g.double() * (row / row.mean()).rsqrt().unsqueeze(1) * col.rsqrt()
+    m = codec.decode(state["exp_avg"], state["exp_avg_scale"]).double()
+    as_stored, as_computed = (((u - each) ** 2).mean(dim=1) * 1e-4 for each in (m, 0.1 * u))
+    torch.testing.assert_close(state["exp_avg_res_row"].double(), as_stored, rtol=1e-5, atol=0)
+    assert (as_computed / as_stored - 1).abs().max() > 1e-4
 
 
 NORMS = (0.0, 0.25, 1.0, 3.0, math.nan)
@@ -464,6 +490,15 @@ def test_norms_neither_overflow_nor_vanish(extreme: str, size: int, kind: Kind, 
     assert_same_parameter(ours, exact, x, apart=False, what="x")
     assert_norm(moment, true, 1e-6 * float(true.norm()), "exp_avg")
     torch.testing.assert_close(figures(telemetry), figures(truth), rtol=1e-5, atol=0)
+
+
+def test_sums_of_squares_have_the_digits_of_float64(backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        of = bucket("lamb", (300, 257), (9001,), (3, 0), dtype=dtype)
+        kernel = kernels.kernel(backend, "lamb")([of])
+        kernel.prepare()
+        expected = sum(float(g.double().square().sum()) for g in of.grads)
+        assert float(kernel.square_sum()) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("size", [1e10, 1e12, 1e15])
@@ -590,17 +625,25 @@ def test_skip_nonfinite_changes_nothing_and_counts(backend: str, case: Case, bad
     assert all(a.equal(b) for a, b in zip(parameters, others, strict=True))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_without_skip_nonfinite_only_the_bad_parameter_suffers(kind: Kind, backend: str, bad: float) -> None:
-    case = Case("nonfinite", {}, ZOO[:2]).of(kind)
+@for_every(("bad", "state_dtype"), itertools.product((math.nan, math.inf), (None, torch.bfloat16, "int8")))
+def test_without_skip_nonfinite_only_the_bad_parameter_suffers(
+    kind: Kind, backend: str, bad: float, state_dtype: Any
+) -> None:
+    case = Case("nonfinite", {"state_dtype": state_dtype, "min_8bit_size": 1}, ZOO[:2]).of(kind)
+    if not case.runs_on(backend):
+        return
     parameters = case.parameters()
     gradients = case.gradients(0)
     assert gradients[0] is not None
     gradients[0][0, 0] = bad
     set_gradients(parameters, gradients)
-    case.optimizer(parameters, backend).step()
+    optimizer = case.optimizer(parameters, backend)
+    optimizer.step()
     assert not parameters[0].isfinite().all()
     assert parameters[1].isfinite().all()
+    first, second = torch.stack(list(figures(optimizer.telemetry()).values()), dim=1).isfinite().all(dim=1)
+    assert second
+    assert not first
 
 
 IN_FLOAT64 = Case("float64", {}, BLOCKS, ({},), torch.float64)

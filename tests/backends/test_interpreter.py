@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 )
 def test_in_the_interpreter(which: str, algorithm: str) -> None:
     """Compare the table of cases with the float64 reference, and run the interpreted tests of Triton's files."""
-    names = "test_backends", "test_triton", "test_triton_came", "test_triton_shards", "test_triton_absent"
+    names = "test_backends", "test_triton", "test_simulated_ranks"
     files = [str(Path(__file__).with_name(f"{name}.py")) for name in names]
     chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]
     command = [sys.executable, "-m", "pytest", *files, *chosen, "-q", "-x", "-p", "no:cacheprovider"]

@@ -18,7 +18,7 @@ import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
 sys.path.insert(0, "src")
 import pytest
-files = ["tests/math/test_lamb_scalar.py", "tests/backends/test_backends.py", "tests/errors/test_options.py"]
+files = ["tests/math/test_formulas.py", "tests/backends/test_backends.py", "tests/errors/test_options.py"]
 tables = "test_a_bad_value_at_construction or test_reference_in_float32"  # one test each
 names = ["tests/package/test_architecture.py", "-k", f"nesterov or documented_defaults or {tables}"]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", *files, *names]))

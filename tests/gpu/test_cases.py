@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from bighorn import Came
 from bighorn.kernels.cpu.tensors import ROUNDING_MODES
 from bighorn.kernels.rounding import Rounding
-from tests.backends import test_backends, test_triton, test_triton_came
+from tests.backends import test_backends, test_triton
 from tests.support.case_tensors import Layout, arranged
 from tests.support.cases import CASES, Case, Kind, set_gradients
 from tests.support.gpu_steps import GPU, OPTIONS, STATUS, gradients, needs_cuda, parameters, same, trained
@@ -63,9 +63,9 @@ def test_few_bits_are_those_of_the_reference(state_dtype: torch.dtype, way: Roun
     test_triton.test_a_step_in_few_bits_equals_the_reference(True, state_dtype, way)
 
 
-@pytest.mark.parametrize("layout", [kind for kind in test_triton_came.KINDS if "int" in kind])
+@pytest.mark.parametrize("layout", [kind for kind in test_triton.KINDS if "int" in kind])
 def test_codes_of_came_are_those_of_the_reference(layout: str) -> None:
-    test_triton_came.test_a_step_equals_the_reference(layout)
+    test_triton.test_a_came_step_equals_the_reference(layout)
 
 
 # ---- with a GPU only ----------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 Fill = Literal["normal", "big", "small", "zero"]
-Grad = Literal["normal", "tiny", "minute", "zero", "none", "late", "gap"]
+Grad = Literal[
+    "normal", "tiny", "minute", "huge", "zero", "zero-rows", "zero-columns", "ladder", "constant", "none", "late", "gap"
+]
 Layout = Literal["plain", "transposed", "strided", "gaps", "channels_last", "misaligned", "expanded", "lazy"]
 
-SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "zero": 0.0}
+SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "huge": 1e6, "zero": 0.0}
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,19 @@ class Leaf:
 
     def has_gradient(self, step: int) -> bool:
         return not (self.grad == "none" or (self.grad == "late" and step == 0) or (self.grad == "gap" and step == 1))
+
+
+def of_kind(values: Tensor, grad: Grad) -> Tensor:
+    """Return normal values as gradients of a kind."""
+    if grad == "ladder":
+        return values.sign() * torch.logspace(-12, 6, values.numel(), dtype=values.dtype).view(values.shape)
+    if grad == "constant":
+        return torch.full_like(values, 0.3)
+    if grad == "zero-rows":
+        values[::2] = 0
+    elif grad == "zero-columns":
+        values[..., ::2] = 0
+    return values * SCALES.get(grad, 1.0)
 
 
 def double(dtype: torch.dtype) -> torch.dtype:
@@ -123,6 +138,17 @@ BLOCKS = (
     Leaf("tiny.weight", (8, 513), grad="tiny"),
     Leaf("bias", (4200,)),
     Leaf("small.weight", (20, 9)),
+)
+
+EDGES = (
+    Leaf("zero.rows", (8, 4), grad="zero-rows"),
+    Leaf("zero.columns", (4, 8), grad="zero-columns"),
+    Leaf("huge.weight", (6, 5), grad="huge"),
+    Leaf("ladder.weight", (9, 6), grad="ladder"),
+    Leaf("ladder.bias", (31,), grad="ladder"),
+    Leaf("constant.weight", (5, 6), grad="constant"),
+    Leaf("row.weight", (1, 9)),
+    Leaf("ones.weight", (1, 1, 1, 1)),
 )
 
 FEW = tuple(

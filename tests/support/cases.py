@@ -31,7 +31,7 @@ from tests.support.case_options import (
     LARS_OPTIONS,
     in_blocks,
 )
-from tests.support.case_tensors import BLOCKS, FEW, LARGE, MIXED, SCALES, ZOO, Leaf, arranged, double
+from tests.support.case_tensors import BLOCKS, EDGES, FEW, LARGE, MIXED, ZOO, Leaf, arranged, double, of_kind
 
 Optimizer: TypeAlias = Lamb | Came | Lars
 Kind: TypeAlias = type[Lamb] | type[Came] | type[Lars]
@@ -155,7 +155,7 @@ class Case:
                 gradients.append(None)
                 continue
             dtype = self.gradient_dtype(leaf)
-            values = self._normal(f"g{index}.{step}", leaf.shape, dtype) * SCALES.get(leaf.grad, 1.0) * (1 + step / 2)
+            values = of_kind(self._normal(f"g{index}.{step}", leaf.shape, dtype), leaf.grad) * (1 + step / 2)
             gradients.append(arranged(values.to(dtype), leaf.grad_layout))
         return gradients
 
@@ -227,6 +227,8 @@ class Rows:
     """Keys of `options` that are combined with every dtype."""
     with_sizes: tuple[str, ...]
     """Keys of `options` that are combined with mixed dtypes and with large tensors."""
+    with_edges: tuple[str, ...] = ()
+    """Keys of `options` that are combined with gradients whose rows, columns or elements are far apart in size."""
 
     def cases(self) -> Iterator[Case]:
         for name, options in self.options.items():
@@ -250,6 +252,8 @@ class Rows:
         for option in self.with_sizes:
             yield self._case(f"mixed-{option}", self.options[option], MIXED)
             yield self._case(f"large-{option}", self.options[option], LARGE)
+        for option in self.with_edges:
+            yield self._case(f"edges-{option}", self.options[option], EDGES)
         yield self._case("large-stacked", {}, _stackable(LARGE), stacked_group)
         yield self._case("large-centralised", {}, LARGE, ({"grad_centralization": True},))
         yield self._case("large-bfloat16", {}, LARGE, ({},), torch.bfloat16)
@@ -277,6 +281,7 @@ CAME = Rows(
     CAME_DTYPES,
     with_dtypes=("published", "last-two", "everything"),
     with_sizes=("published", "last-two", "clip-skip"),
+    with_edges=("last-two", "everything"),
 )
 
 LARS = Rows(

@@ -19,8 +19,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels.triton import came, came_launches, device, lamb, launch_group, tiles
-from tests.backends import test_triton, test_triton_came
-from tests.backends.test_triton_shards import LAYOUTS, Cuts, on_ranks
+from tests.support.buckets import LAYOUTS, Cuts, bucket, on_ranks
 from tests.support.cases import Kind, set_gradients
 from tests.support.covering_cases import fewest
 from tests.support.kernel_compilation import TARGETS
@@ -140,8 +139,8 @@ def make_shards() -> None:
         small = [tuple(min(size, 30) for size in shape) for shape in shapes]
         ends: list[Cuts] = [{dim: [min(end, 11) for end in each] for dim, each in cut.items()} for cut in cuts]
         for average in (F32, torch.int8) if all(set(cut) == {0} for cut in cuts) else (F32,):
-            whole = test_triton_came.bucket(*small, factor=factor, average=average, **options)
+            whole = bucket("came", *small, factor=factor, state_dtype=average, **options)
             came.Came(on_ranks(whole, ends)[:1])
-    lamb.Lamb(on_ranks(test_triton.bucket((7, 30)), [{1: [11]}])[:1])
+    lamb.Lamb(on_ranks(bucket("lamb", (7, 30)), [{1: [11]}])[:1])
     for rounding in ROUNDINGS:
-        lamb.Lamb(on_ranks(test_triton.bucket((7, 30), dtype=BF16, weight_rounding=rounding), [{1: [11]}])[:1])
+        lamb.Lamb(on_ranks(bucket("lamb", (7, 30), dtype=BF16, weight_rounding=rounding), [{1: [11]}])[:1])

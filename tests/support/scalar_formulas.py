@@ -110,17 +110,15 @@ def trust_ratio(
 
 
 def step(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | CameTensor],
     grads: Sequence[Floats | None],
-    options: Sequence[Options | LarsOptions],
+    options: Sequence[Options | LarsOptions | CameOptions],
     *,
-    inv_scale: float = 1.0,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
-) -> list[list[Ratio]]:
-    """Step all tensors in place; return each tensor's ratios, none if it has no gradient."""
-    present = [None if g is None else [a * inv_scale for a in g] for g in grads]
-    total = norm([a for g in present if g is not None for a in g])
+) -> list[list[Ratio | CameFigures]]:
+    """Step all tensors in place; return each tensor's figures, none if it has no gradient."""
+    total = norm([a for g in grads if g is not None for a in g])
     if skip_nonfinite and not math.isfinite(total):
         return [[] for _ in tensors]
     clip = 1.0
@@ -128,11 +126,11 @@ def step(
         clip = max_grad_norm / total
     return [
         [] if g is None else _step_tensor(tensor, _prepared(tensor, [a * clip for a in g], o), o)
-        for tensor, g, o in zip(tensors, present, options, strict=True)
+        for tensor, g, o in zip(tensors, grads, options, strict=True)
     ]
 
 
-def _prepared(tensor: Tensor, g: Floats, o: Options | LarsOptions) -> Floats:
+def _prepared(tensor: Tensor | CameTensor, g: Floats, o: Options | LarsOptions | CameOptions) -> Floats:
     if o.maximize:
         g = [-a for a in g]
     # A stacked tensor consists of slices, so the dims of a slice decide.
@@ -142,12 +140,18 @@ def _prepared(tensor: Tensor, g: Floats, o: Options | LarsOptions) -> Floats:
     return g
 
 
-def _step_tensor(tensor: Tensor, g: Floats, o: Options | LarsOptions) -> list[Ratio]:
+def _step_tensor(
+    tensor: Tensor | CameTensor, g: Floats, o: Options | LarsOptions | CameOptions
+) -> list[Ratio | CameFigures]:
     tensor.t += 1
+    if isinstance(tensor, CameTensor):
+        assert isinstance(o, CameOptions)
+        return [came_step(tensor, g, o)]
+    assert not isinstance(o, CameOptions)
     return _lars(tensor, g, o) if isinstance(o, LarsOptions) else _lamb(tensor, g, o)
 
 
-def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
+def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio | CameFigures]:
     x, b1, b2, t = tensor.x, *o.betas, tensor.t
 
     if o.decay_mode == "l2":
@@ -174,7 +178,7 @@ def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio]:
         correction1 = correction2 = 1.0
     r = [(a / correction1) / (math.sqrt(b / correction2) + o.eps) for a, b in zip(tensor.m, v, strict=True)]
 
-    ratios = []
+    ratios: list[Ratio | CameFigures] = []
     for part in _slices(tensor, o.stacked):
         u = r[part]
         if o.cautious:
@@ -223,8 +227,8 @@ def _cautious(r: Floats, g: Floats) -> Floats:
 # ---- LARS -------------------------------------------------------------------------------------------------------
 
 
-def _lars(tensor: Tensor, g: Floats, o: LarsOptions) -> list[Ratio]:
-    ratios = []
+def _lars(tensor: Tensor, g: Floats, o: LarsOptions) -> list[Ratio | CameFigures]:
+    ratios: list[Ratio | CameFigures] = []
     for part in _slices(tensor, o.stacked):
         w, beta = tensor.x[part], o.weight_decay
         decayed = [a + beta * b for a, b in zip(g[part], w, strict=True)]
@@ -263,7 +267,8 @@ class CameOptions:
     scale_parameter: bool = False
     scale_eps: float = 1e-3
     maximize: bool = False
-    factor: Literal["matrix", "last_two"] | None = "matrix"
+    stacked: bool = False
+    grad_centralization: bool | Literal["conv"] = False
 
 
 @dataclass
@@ -321,13 +326,10 @@ class CameFigures:
 
 
 def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
-    """Step one tensor in place."""
+    """Step one tensor in place, which is not stacked, with a gradient whose sign and mean are right."""
     (b1, b2, b3), size = o.betas, len(tensor.x)
-    tensor.t += 1
     if not size:
         return CameFigures(0.0, 1.0, 1.0)
-    if o.maximize:
-        g = [-a for a in g]
     if o.decay_rate is not None:
         b2 = 1 - tensor.t ** (-o.decay_rate)
 

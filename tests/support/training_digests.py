@@ -6,28 +6,35 @@ import functools
 import math
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Lamb
+from bighorn import Came, Lamb
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "lamb": {},
-    "adam": {"adam": True, "decay_mode": "decoupled"},
-    "clipped": {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "adagrad"},
-    "l2": {"decay_mode": "l2"},
-}
-FEW_BITS: dict[str, dict[str, Any]] = {
-    "stochastic-int8": {"weight_rounding": "stochastic", "state_dtype": "int8", "rounding_seed": 1 << 40},
-    "int8": {"state_dtype": "int8"},
-    "kahan-int4": {"weight_rounding": "kahan", "state_dtype": "int4"},
-    "master": {"weight_rounding": "master", "state_dtype": "bfloat16"},
-}
+PLAIN: tuple[dict[str, Any], ...] = (
+    {},
+    {"adam": True, "decay_mode": "decoupled"},
+    {"max_grad_norm": 1.0, "skip_nonfinite": True, "second_moment": "adagrad"},
+    {"decay_mode": "l2"},
+)
+FEW_BITS: tuple[dict[str, Any], ...] = (
+    {"weight_rounding": "stochastic", "state_dtype": "int8", "rounding_seed": 1 << 40},
+    {"state_dtype": "int8"},
+    {"weight_rounding": "kahan", "state_dtype": "int4"},
+    {"weight_rounding": "master", "state_dtype": "bfloat16"},
+)
 """Options for bfloat16 matrices, whose blocks do not divide the parts of threads."""
 SHAPES = ((1300, 1001), (300_000, 4), (600, 257), (70, 99))
+CAME: tuple[dict[str, Any], ...] = (
+    {},
+    {"factor": "last_two", "scale_parameter": True},
+    {"factor": "last_two", "state_dtype": "int8"},
+)
+OF_CAME = ((1_500_001,), (1500, 1800), (5, 220_000), (5, 700, 600), (220_000, 5), (400, 300, 3, 3), (70, 90), (3, 17))
 
 # All threads share tensors above 2**18 elements; above a million for each thread x is applied from the first block on,
 # and above 2 million in all the workspace does not hold all of u.
@@ -46,8 +53,12 @@ def parameters(seed: int = 0, largest: int = SIZES[0]) -> list[Parameter]:
     return [Parameter(values) for values in (*plain, *misaligned, *low)]
 
 
-def matrices(seed: int = 0) -> list[Parameter]:
-    return [Parameter(noise(seed)[: math.prod(shape)].view(shape).bfloat16()) for shape in SHAPES]
+def matrices() -> list[Parameter]:
+    return [Parameter(noise(0)[: math.prod(shape)].view(shape).bfloat16()) for shape in SHAPES]
+
+
+def of_came() -> list[Parameter]:
+    return [Parameter(noise(0)[: math.prod(shape)].view(shape).clone()) for shape in OF_CAME]
 
 
 def set_gradients(params: list[Parameter], seed: int) -> None:
@@ -55,29 +66,37 @@ def set_gradients(params: list[Parameter], seed: int) -> None:
         p.grad = noise(seed)[: p.numel()].view(p.shape).to(p.dtype).clone()
 
 
-def train(params: list[Parameter], steps: int = 2, **options: Any) -> Lamb:
-    optimizer = Lamb(params, lr=0.1, weight_decay=0.1, backend="cpu", **options)
+def train(params: list[Parameter], steps: int = 2, kind: type[Lamb | Came] = Lamb, **options: Any) -> Lamb | Came:
+    optimizer = kind(params, lr=0.1, weight_decay=0.1, backend="cpu", **options)
     for step in range(steps):
         set_gradients(params, 100 + step)
         optimizer.step()
     return optimizer
 
 
-def digest(params: list[Parameter], optimizer: Lamb) -> int:
+def digest(params: list[Parameter], optimizer: Lamb | Came) -> int:
     """Return a digest of all bits of the parameters, the state and the telemetry."""
     states = [value for p in params for _, value in sorted(optimizer.state[p].items())]
+    figures = [value for value in vars(optimizer.telemetry()).values() if isinstance(value, Tensor)]
     summary = 0
-    for tensor in (*params, *states, optimizer.telemetry().trust_ratio):
+    for tensor in (*params, *states, *figures):
         summary = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data, summary)
     return summary
+
+
+RUNS: tuple[tuple[Callable[[], list[Parameter]], type[Lamb | Came], tuple[dict[str, Any], ...]], ...] = (
+    (parameters, Lamb, PLAIN),
+    (matrices, Lamb, FEW_BITS),
+    (of_came, Came, CAME),
+)
 
 
 def digests(threads: int) -> list[int]:
     """Return one digest for each set of options."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
-    runs = [(parameters, OPTIONS[name]) for name in OPTIONS] + [(matrices, FEW_BITS[name]) for name in FEW_BITS]
     out = []
-    for make, options in runs:
-        params = make()
-        out.append(digest(params, train(params, steps=1, **options)))
+    for make, kind, rows in RUNS:
+        for options in rows:
+            params = make()
+            out.append(digest(params, train(params, steps=1, kind=kind, **options)))
     return out

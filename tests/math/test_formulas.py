@@ -1,11 +1,12 @@
-"""Compares LAMB and LARS of the reference with the scalar formulas; all other comparisons depend on it."""
+"""Compares the reference with the scalar formulas; all other comparisons depend on it."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import Parameter
 
 from tests.support import scalar_formulas
 from tests.support.case_tensors import Leaf
-from tests.support.cases import LAMB, LARS, LRS, Case, Optimizer, set_gradients, set_lr
+from tests.support.cases import CAME, LAMB, LARS, LRS, Case, Optimizer, set_gradients
 from tests.support.covering_cases import covering
 from tests.support.optimizer_runs import figures
 from tests.support.tables import for_every
@@ -23,8 +24,11 @@ from tests.support.tables import for_every
 EXACT = {torch.float32, torch.float64, torch.complex128}
 PLAIN = [
     case
-    for case in (*LAMB.cases(), *LARS.cases())
-    if case.size < 10_000 and case.dtypes() <= EXACT and "state_dtype" not in case.options
+    for case in (*LAMB.cases(), *LARS.cases(), *CAME.cases())
+    if case.size < 10_000
+    and case.dtypes() <= EXACT
+    and "state_dtype" not in case.options
+    and not ("came" in case.id and ("stacked" in case.id or "two-groups" in case.id))  # whose slices are tensors
 ]
 FEW = covering(PLAIN)
 STEPS = 3
@@ -47,10 +51,20 @@ def excluded(rule: Any, name: str, parameter: Tensor) -> bool:
     return any(re.search(pattern, name) for pattern in rule)
 
 
-def scalar_options(
-    case: Case, parameters: Sequence[Parameter], lr: float
-) -> list[scalar_formulas.Options | scalar_formulas.LarsOptions]:
-    of: Any = {"lamb": scalar_formulas.Options, "lars": scalar_formulas.LarsOptions}[case.kind.algorithm.name]
+FORMULAS: dict[str, Any] = {
+    "lamb": scalar_formulas.Options,
+    "lars": scalar_formulas.LarsOptions,
+    "came": scalar_formulas.CameOptions,
+}
+
+
+def lr_of(case: Case, step: int) -> float:
+    """Return the learning rate of a step, from the schedule of the case if it has one."""
+    return float(case.options["lr"](step) if "lr" in case.options else LRS[step])
+
+
+def scalar_options(case: Case, parameters: Sequence[Parameter], lr: float) -> list[Any]:
+    of = FORMULAS[case.kind.algorithm.name]
     known = {field.name for field in fields(of)}
     out = []
     for leaf, parameter in zip(case.leaves, parameters, strict=True):
@@ -64,18 +78,32 @@ def scalar_options(
     return out
 
 
-def witness(parameters: Sequence[Parameter]) -> list[scalar_formulas.Tensor]:
-    shape = {True: (2,), False: ()}
-    return [scalar_formulas.Tensor(flat(p), (*p.shape, *shape[p.is_complex()])) for p in parameters]
+def factor_of(rule: str, shape: Sequence[int]) -> Any:
+    """Return which matrices CAME factors, None if a tensor has none."""
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+    factored = {
+        "matrix": 2 * (rows + columns) < rows * columns,
+        "last_two": len(shape) > 1,
+        "linear": len(shape) == 2 or (len(shape) == 4 and shape[2:] == (1, 1)),
+    }[rule]
+    return ("last_two" if rule == "last_two" else "matrix") if factored else None
+
+
+def witness(case: Case, parameters: Sequence[Parameter]) -> list[Any]:
+    out: list[Any] = []
+    for leaf, p in zip(case.leaves, parameters, strict=True):
+        shape = (*p.shape, 2) if p.is_complex() else (*p.shape,)
+        if case.kind.algorithm.name != "came":
+            out.append(scalar_formulas.Tensor(flat(p), shape))
+            continue
+        rule = {**case.options, **case.groups[leaf.group]}.get("factor", "matrix")
+        out.append(scalar_formulas.CameTensor(flat(p), shape, factor_of(rule, shape)))
+    return out
 
 
 def witness_step(
-    case: Case,
-    tensors: list[scalar_formulas.Tensor],
-    parameters: Sequence[Parameter],
-    gradients: Sequence[Tensor | None],
-    lr: float,
-) -> list[list[scalar_formulas.Ratio]]:
+    case: Case, tensors: list[Any], parameters: Sequence[Parameter], gradients: Sequence[Tensor | None], lr: float
+) -> list[list[Any]]:
     return scalar_formulas.step(
         tensors,
         [None if g is None else flat(g) for g in gradients],
@@ -85,21 +113,32 @@ def witness_step(
     )
 
 
+def witness_state(tensor: Any) -> dict[str, list[float]]:
+    """Return the values of each tensor that a state may have."""
+    state = {"exp_avg": tensor.m, "exp_avg_sq": tensor.v}
+    if isinstance(tensor, scalar_formulas.Tensor):
+        return {**state, "max_exp_avg_sq": tensor.v_max}
+    for name, matrices in (("sq", tensor.sq), ("res", tensor.res)):
+        state[f"exp_avg_{name}_row"] = [a for matrix in matrices for a in matrix.row]
+        state[f"exp_avg_{name}_col"] = [a for matrix in matrices for a in matrix.col]
+    return state
+
+
 def assert_equal_to(expected: list[float], actual: Tensor, rtol: float, what: str) -> None:
     want, got = torch.tensor(expected, dtype=torch.float64), torch.tensor(flat(actual), dtype=torch.float64)
     error = (got - want).norm()
     assert error <= rtol * want.norm(), f"{what}: {error / want.norm():.2e} relative"
 
 
-def assert_told(case: Case, optimizer: Optimizer, ratios: list[list[scalar_formulas.Ratio]], step: int) -> None:
-    """Check that the telemetry of a step has the norms and the ratios of the scalar formulas."""
+def assert_told(case: Case, optimizer: Optimizer, expected: list[list[Any]], step: int) -> None:
+    """Check that the telemetry of a step has the figures of the scalar formulas."""
     telemetry = optimizer.telemetry()
     told: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     columns = [column.tolist() for column in figures(telemetry).values()]
     for name, *row in zip(telemetry.names, *columns, strict=True):
         told[re.sub(r"\[\d+\]$", "", name)].append(tuple(row))
-    for leaf, rows in zip(case.leaves, ratios, strict=True):
-        want = [pytest.approx((r.weight_norm, r.update_norm, r.trust_ratio), rel=1e-6) for r in rows]
+    for leaf, rows in zip(case.leaves, expected, strict=True):
+        want = [pytest.approx(astuple(row), rel=1e-6) for row in rows]
         assert not want or told[leaf.name] == want, f"telemetry of {leaf.name}, step {step}"
 
 
@@ -110,29 +149,32 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
     case = case.in_double()
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "reference")
-    expected = witness(parameters)
-    for step, lr in enumerate(LRS[:STEPS]):
+    expected = witness(case, parameters)
+    for step in range(STEPS):
         set_gradients(parameters, case.gradients(step))
-        set_lr(optimizer, lr)
+        case.set_lr(optimizer, step)
         optimizer.step()
-        assert_told(case, optimizer, witness_step(case, expected, parameters, case.gradients(step), lr), step)
+        told = witness_step(case, expected, parameters, case.gradients(step), lr_of(case, step))
+        assert_told(case, optimizer, told, step)
         for leaf, tensor, parameter in zip(case.leaves, expected, parameters, strict=True):
             what = f"{leaf.name} after step {step}"
             assert_equal_to(tensor.x, parameter, 1e-14, what)
             if tensor.t == 0:
                 assert parameter not in optimizer.state, f"{what}: state without a gradient"
                 continue
-            state = optimizer.state[parameter]
-            assert state["step"] == tensor.t, what
-            assert_equal_to(tensor.m, state["exp_avg"], 1e-14, f"{what}: exp_avg")
-            if "exp_avg_sq" in state:
-                assert_equal_to(tensor.v, state["exp_avg_sq"], 1e-14, f"{what}: exp_avg_sq")
-            if "max_exp_avg_sq" in state:
-                assert_equal_to(tensor.v_max, state["max_exp_avg_sq"], 1e-14, f"{what}: max_exp_avg_sq")
+            state = dict(optimizer.state[parameter])
+            assert state.pop("step") == tensor.t, what
+            for name, values in state.items():
+                assert_equal_to(witness_state(tensor)[name], values, 1e-14, f"{what}: {name}")
 
 
 ORDINARY = [
-    c for c in PLAIN if c.dtype is torch.float32 and "float32" not in c.id and c.options.get("betas") != (0.0, 0.0)
+    c
+    for c in PLAIN
+    if "came" not in c.id
+    and c.dtype is torch.float32
+    and "float32" not in c.id
+    and c.options.get("betas") != (0.0, 0.0)
 ]
 FEW = covering(ORDINARY)
 
@@ -142,7 +184,7 @@ FEW = covering(ORDINARY)
 def test_reference_in_float32_stays_within_rounding_after_ten_steps(case: Case) -> None:
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, "reference", lr=0.01)
-    expected = witness(parameters)
+    expected = witness(case, parameters)
     for step in range(10):
         set_gradients(parameters, case.gradients(step))
         optimizer.step()
@@ -162,7 +204,7 @@ def test_the_cautious_share_has_a_floor(agreeing: int, name: str) -> None:
     case = Case("floor", {"cautious": True}, (leaf,), dtype=torch.float64)
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, name)
-    expected = witness(parameters)
+    expected = witness(case, parameters)
     against = torch.full((4097,), -0.1, dtype=torch.float64)
     against[:agreeing] = 0.1
     for gradient in (torch.ones(4097, dtype=torch.float64), against):

@@ -52,10 +52,6 @@ def test_skip_nonfinite(case: str, bad: float, first: bool) -> None:
     test_backends.test_skip_nonfinite_changes_nothing_and_counts("triton", BY_ID[case], bad, first)
 
 
-def test_layouts(kind: Kind) -> None:
-    test_backends.test_the_layout_in_memory_changes_nothing_but_rounding(kind, "triton")
-
-
 @pytest.mark.parametrize("way", ROUNDING_MODES)
 @pytest.mark.parametrize("state_dtype", [torch.int8, torch.uint8, torch.bfloat16], ids=str)
 def test_few_bits_are_those_of_the_reference(state_dtype: torch.dtype, way: Rounding) -> None:

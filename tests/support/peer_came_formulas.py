@@ -33,8 +33,6 @@ def came_pytorch(
     rule: Callable[[tuple[int, ...]], Matrices | None] = last_two,
     b2: Callable[[int], float] = lambda _: 0.999,
     b3: float = 0.9999,
-    store: Callable[[Leaf, Floats], Floats] = lambda _, m: m,
-    confident: Callable[[tuple[int, ...]], bool] = lambda _: True,
 ) -> None:
     """came-pytorch 0.1.3, CAME.py, with weight_decay=0.1.
 
@@ -44,8 +42,6 @@ def came_pytorch(
         rule: The division of a shape into matrices: their number, rows and columns; None if unfactored.
         b2: The decay of the averages of squared gradients, by the step from 1.
         b3: The decay of the averages of the instability.
-        store: Returns the momentum that the next step reads.
-        confident: Whether the step of a factored tensor uses the instability, by its shape.
     """
     b1, eps, threshold, decay = 0.9, (1e-30, 1e-16), 1.0, 0.1
     for leaf in leaves:
@@ -64,10 +60,10 @@ def came_pytorch(
         rms = norm(u) / math.sqrt(len(u))
         u = [a / max(rms / threshold, 1.0) for a in u]
         m = [a * b1 + (1 - b1) * b for a, b in zip(leaf.m, u, strict=True)]
-        leaf.m, step = store(leaf, m), m
+        leaf.m = step = m
         if matrices is not None:
             trust = advance(leaf.res, [(a - b) ** 2 + eps[1] for a, b in zip(u, m, strict=True)], b3)
-            step = [t * a for t, a in zip(trust if confident(leaf.shape) else u, m, strict=True)]
+            step = [t * a for t, a in zip(trust, m, strict=True)]
         leaf.x = [x + x * (-decay * lr) - a * lr for x, a in zip(leaf.x, step, strict=True)]
 
 
@@ -86,42 +82,10 @@ def advance(averages: Averages, squares: Floats, beta: float) -> Floats:
 
 
 def sana(leaves: Sequence[Leaf], lr: float) -> None:
-    """NVlabs/Sana, diffusion/utils/optimizer.py, CAMEWrapper."""
+    """NVlabs/Sana, diffusion/utils/optimizer.py, CAMEWrapper; CAME8BitWrapper for tensors that it keeps in float32."""
     came_pytorch(leaves, lr, rule=linear)
 
 
 def mindformers(leaves: Sequence[Leaf], lr: float) -> None:
     """Mindformers 0ca25cc, mindformers/core/optim/came.py, with its defaults."""
     came_pytorch(leaves, lr, b2=lambda t: 1 - t**-0.8, b3=0.99)
-
-
-def came8bit(leaves: Sequence[Leaf], lr: float, min_8bit_size: int = 16384) -> None:
-    """NVlabs/Sana, diffusion/utils/optimizer.py, CAME8BitWrapper: the step uses the momentum before rounding."""
-    came_pytorch(leaves, lr, rule=linear, store=lambda leaf, m: min_max(leaf, m, min_8bit_size))
-
-
-def onetrainer8bit(leaves: Sequence[Leaf], lr: float) -> None:
-    """Nerogar/OneTrainer 247b0c3, modules/util/optimizer/CAME8bit.py.
-
-    For a 1x1 convolution it has `res_approx = update.view(grad.shape)` in place of `res_approx.view`, so the step is
-    the momentum times the update and does not depend on the gradient's sign.
-    """
-    came_pytorch(
-        leaves,
-        lr,
-        rule=linear,
-        store=lambda leaf, m: min_max(leaf, m, 16384),
-        confident=lambda shape: len(shape) == 2,
-    )
-
-
-def min_max(leaf: Leaf, values: Floats, min_8bit_size: int, block: int = 2048) -> Floats:
-    """`_quantize_state`, then `_dequantize_state`: `split(block)` of a matrix takes `block` rows, not elements."""
-    if linear(leaf.shape) is None or len(values) <= min_8bit_size:
-        return values
-    out, chunk = [], block * math.prod(leaf.shape[1:])
-    for start in range(0, len(values), chunk):
-        mine = values[start : start + chunk]
-        low, scale = min(mine), (max(mine) - min(mine)) / 255
-        out += [round((a - low) / scale) * scale + low if scale else a for a in mine]
-    return out

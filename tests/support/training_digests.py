@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,18 +84,19 @@ def digest(params: list[Parameter], optimizer: Lamb | Came) -> int:
     return summary
 
 
-RUNS: tuple[tuple[Callable[[], list[Parameter]], type[Lamb | Came], tuple[dict[str, Any], ...]], ...] = (
+Runs = Sequence[tuple[Callable[[], list[Parameter]], type[Lamb | Came], tuple[dict[str, Any], ...]]]
+RUNS: Runs = (
     (parameters, Lamb, PLAIN),
     (matrices, Lamb, FEW_BITS),
-    (of_came, Came, CAME),
 )
+WITH_CAME = (*RUNS, (of_came, Came, CAME))
 
 
-def digests(threads: int) -> list[int]:
+def digests(threads: int, runs: Runs = RUNS) -> list[int]:
     """Return one digest for each set of options."""
     os.environ["BIGHORN_NUM_THREADS"] = str(threads)
     out = []
-    for make, kind, rows in RUNS:
+    for make, kind, rows in runs:
         for options in rows:
             params = make()
             out.append(digest(params, train(params, steps=1, kind=kind, **options)))

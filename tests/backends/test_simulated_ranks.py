@@ -1,6 +1,6 @@
 """Kernels on shards, without processes: the tests simulate ranks and add up their sums.
 
-`test_interpreter.py` runs those of Triton.
+`test_interpreter.py` runs the tests of Triton.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ SMALL = [case for case in CASES if "cautious" not in case.id and case.size < 100
 
 
 def check_continuations(case: Case, backend: str) -> None:
-    """Compare a run with those of a loaded checkpoint, a deep copy and a pickle, which have all arguments."""
+    """Compare a run with the runs of a loaded checkpoint, a deep copy and a pickle, which have all arguments."""
     parameters = case.parameters()
     optimizer = case.optimizer(parameters, backend)
     advance(case, parameters, optimizer, range(2))

@@ -97,9 +97,6 @@ def test_8_bits_of_compensation_keep_half_a_256th_of_an_ulp(dtype: torch.dtype) 
     assert rounding.recoded(in_16["compensation"], torch.int8, dtype).equal(kept["compensation"])
 
 
-WAYS_THAT_KEEP: tuple[Rounding, ...] = ("stochastic", "kahan", "master")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_tiny_updates_over_thousands_of_steps(dtype: torch.dtype) -> None:
     """Compared with a sum in float64, rounding to nearest loses all updates, and the other modes keep them."""

@@ -79,15 +79,6 @@ def test_a_row_of_equal_elements_leaves_the_moments(backend: str) -> None:
     assert param.equal(torch.ones(4, 9))
 
 
-def test_a_gradient_that_is_not_finite_is_skipped(kind: Kind, backend: str) -> None:
-    params = [Parameter(torch.ones(4, 6)), Parameter(torch.ones(3))]
-    optimizer = kind([{"params": params, "grad_centralization": True}], lr=0.1, skip_nonfinite=True, backend=backend)
-    set_gradients(params, [torch.full((4, 6), torch.inf), torch.ones(3)])
-    optimizer.step()
-    assert all(p.equal(torch.ones_like(p)) for p in params)
-    assert optimizer.telemetry().skipped == 1
-
-
 def test_the_memory_format_changes_no_bit_of_a_centred_gradient(backend: str) -> None:
     moments = []
     for memory_format in (torch.contiguous_format, torch.channels_last):

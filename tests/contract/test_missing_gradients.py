@@ -1,16 +1,19 @@
 """Steps in which different parameters lack a gradient: the plan stays, and no other parameter is written."""
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lars
 from bighorn.optim import plan_builder
-from tests.support.cases import Kind, Optimizer, serving
+from tests.support.case_tensors import arranged
+from tests.support.cases import HAS_GRAD_DTYPE, Kind, Optimizer, allow_gradients_of, serving
 from tests.support.optimizer_runs import OWN, assert_same_everything
 
 SHAPES = [(40, 30), (7,), (1,), (0,), (0, 128), (12, 5, 3, 3), (300, 200), (64, 64), (5, 33)]
@@ -38,11 +41,24 @@ def alone(params: list[Parameter], kind: Kind, **options: Any) -> list[Optimizer
     return [kind([group], **options) for group in groups]
 
 
+def in_another_way(param: Parameter, grad: Tensor, way: int) -> Tensor:
+    """Return a gradient in another memory order or dtype, of the same values."""
+    if way % 4 == 1 and grad.dim() > 1:
+        return arranged(grad, "transposed")
+    if way % 4 < 2 or not HAS_GRAD_DTYPE:
+        return grad.clone()
+    allow_gradients_of(param, None)
+    return grad.to((torch.float64, torch.bfloat16)[way % 2], copy=True)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_step_without_some_gradients_is_that_of_the_others_alone(
     options: str, kind: Kind, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One plan serves them all, whichever were missing when it was built; the last begins late, as in torch.optim."""
+    """One plan serves them all, whichever were missing when it was built, and gradients of other kinds.
+
+    The first parameter begins late, as in torch.optim.
+    """
     given, dtype = OPTIONS[options]
     if kind is Lars and options == "int8" and backend == "cpu":
         backend = "auto"  # the C library has no momentum of LARS in blocks
@@ -62,12 +78,13 @@ def test_a_step_without_some_gradients_is_that_of_the_others_alone(
 
     monkeypatch.setattr(plan_builder, "build", counting)
     chosen = random.Random(5)
-    for step in range(8):
+    for step in range(12):
         has_grad = [step == 0 or (step != 5 and chosen.random() < 0.6) for _ in ours]
         has_grad[0] = step > 2
-        for p, q, has in zip(ours, theirs, has_grad, strict=True):
-            p.grad = torch.randn(p.shape).to(dtype) if has else None
-            q.grad = None if p.grad is None else p.grad.clone()
+        for i, (p, q, has) in enumerate(zip(ours, theirs, has_grad, strict=True)):
+            q.grad = torch.randn(p.shape).bfloat16().to(dtype) if has else None
+            way = step // 2 + i if step > 5 and step % 2 else 0
+            p.grad = None if q.grad is None else in_another_way(p, q.grad, way)
             p.data = p.data.clone() if step == 4 else p.data  # with or without a gradient
         built.clear()
         optimizer.step()
@@ -87,23 +104,20 @@ def test_a_step_without_some_gradients_is_that_of_the_others_alone(
 def test_a_norm_over_all_gradients_leaves_out_those_that_are_missing(
     option: dict[str, Any], kind: Kind, backend: str
 ) -> None:
-    params, twins = parameters(torch.float32), parameters(torch.float32)[:5]
-    optimizer, twin = (kind(each, lr=0.01, backend=backend, **option) for each in (params, twins))
-    for each in (params, twins):
-        torch.manual_seed(1)
-        for p in each:
-            p.grad = torch.randn_like(p)
+    params = parameters(torch.float32)
+    optimizer = kind(params, lr=0.01, backend=backend, **option)
+    for p in params:
+        p.grad = torch.randn_like(p)
     optimizer.step()
-    for p, q in zip(params, twins, strict=False):
-        with torch.no_grad():
-            q.copy_(p)
-        optimizer_state = optimizer.state[p]
-        twin.state[q] = {name: value.clone() for name, value in optimizer_state.items()}
-    for p in params[5:]:
-        p.grad = None
+    others, other = copy.deepcopy((params, optimizer))
+    for i, (p, q) in enumerate(zip(params, others, strict=True)):
+        p.grad = torch.randn_like(p) if i < 5 else None
+        q.grad = p.grad
+    fresh = kind(others[:5], lr=0.01, backend=backend, **option)
+    fresh.state.update({q: other.state[q] for q in others[:5]})
     optimizer.step()
-    twin.step()
-    for p, q in zip(params, twins, strict=False):
+    fresh.step()
+    for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q)
 
 

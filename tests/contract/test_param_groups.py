@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, Lars
-from tests.support.cases import KINDS, Kind, serving
+from bighorn import Came
+from tests.support.cases import Kind, serving
 from tests.support.optimizer_runs import OWN, assert_bitwise, assert_same_everything, backward, figures, model
 from tests.support.tables import for_every
 
@@ -74,29 +74,6 @@ def test_parameters_of_one_shape_step_as_each_does_alone(kind: Kind, backend: st
         other = kind([alone], lr=0.1, weight_decay=0.1, backend=backend, **(own if index == 5 else {}))
         other.step()
         assert_same_everything([mine], one, [alone], other)
-
-
-STACKED: dict[Kind, list[dict[str, Any]]] = {
-    Lamb: [{}, {"decay_mode": "decoupled"}, {"trust_ratio_bounds": (0, 0.5)}, {"grad_centralization": True}],
-    Came: [{}, {"factor": "last_two"}, {"scale_parameter": True}, {"grad_centralization": True}],
-    Lars: [{"trust_coefficient": 1.0}, {"trust_coefficient": 0.1, "denominator": "joint", "trust_clip": True}],
-}
-
-
-@for_every(("kind", "group"), [(kind, group) for kind in KINDS for group in STACKED[kind]])
-def test_a_stacked_parameter_is_its_slices(group: dict[str, Any], kind: Kind, backend: str) -> None:
-    torch.manual_seed(8)
-    stacked = Parameter(torch.randn(3, 6, 7))
-    slices = [Parameter(row.clone()) for row in stacked.detach()]
-    one = kind([{"params": [stacked], "stacked": True, **group}], lr=0.1, weight_decay=0.1, backend=backend)
-    two = kind([{"params": slices, **group}], lr=0.1, weight_decay=0.1, backend=backend)
-    for _ in range(3):
-        stacked.grad = torch.randn(3, 6, 7)
-        for part, gradient in zip(slices, stacked.grad, strict=True):
-            part.grad = gradient.clone()
-        one.step()
-        two.step()
-    torch.testing.assert_close(stacked.detach(), torch.stack([p.detach() for p in slices]), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, ConvertedStateWarning, Lamb, kernels
+from bighorn import Came, Lamb, kernels
 from bighorn.schedules import Cosine, RelativeStep, Values, WarmUp
 from tests.support.cases import Kind
 from tests.support.error_checks import refused
@@ -150,18 +150,6 @@ def test_a_copy_goes_on_where_the_schedule_was(name: str) -> None:
         for seed in range(3, 6):
             step(params, each, seed)
         assert all(map(torch.equal, params, whole))
-
-
-def test_a_checkpoint_without_a_count_goes_on_at_its_steps() -> None:
-    params = weights()
-    adamw = torch.optim.AdamW(params, lr=0.1)
-    for seed in range(3):
-        step(params, adamw, seed)
-    optimizer = Lamb(params, lr=falling)
-    with pytest.warns(ConvertedStateWarning):
-        optimizer.load_state_dict(adamw.state_dict())
-    step(params, optimizer, 3)
-    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
 
 
 # ---- torch's own schedulers ---------------------------------------------------------------------------------------

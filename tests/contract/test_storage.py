@@ -3,78 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, kernels
-from bighorn.optim import plan_builder
 from tests.support.case_tensors import ZOO, Leaf
 from tests.support.cases import Case, Kind, serving
 from tests.support.optimizer_runs import advance, assert_bitwise, assert_same_everything, backward, copies, model
-
-
-def new_storage(parameter: Parameter, step: int) -> None:
-    del step
-    parameter.data = parameter.data.clone()
-
-
-def another_memory_order(parameter: Parameter, step: int) -> None:
-    formats = torch.contiguous_format, torch.channels_last
-    assert parameter.grad is not None
-    parameter.grad = torch.empty_like(parameter, memory_format=formats[step % 2]).copy_(parameter.grad)
-
-
-def another_dtype(parameter: Parameter, step: int) -> None:
-    assert parameter.grad is not None
-    if not hasattr(parameter, "grad_dtype"):
-        pytest.skip("with this torch, every gradient has the dtype of its parameter")
-    dtypes = torch.float32, torch.float64, torch.bfloat16
-    parameter.grad_dtype = None  # any
-    parameter.grad = parameter.grad.to(dtypes[step % 3])
-
-
-CHANGES: dict[str, Callable[[Parameter, int], object]] = {
-    "storage": new_storage,
-    "memory order of the gradient": another_memory_order,
-    "dtype of the gradient": another_dtype,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_serves_parameters_that_change_at_every_step(
-    change: str, kind: Kind, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[int] = []
-    build = plan_builder.build
-
-    def counted(params: list[Tensor], *rest: Any) -> Any:
-        built.append(len(params))
-        return build(params, *rest)
-
-    monkeypatch.setattr(plan_builder, "build", counted)
-    results = []
-    for name, changes in ((backend, True), ("reference", False)):
-        torch.manual_seed(5)
-        parameters = [Parameter(torch.randn(6, 5, 3, 3)) for _ in range(4)]
-        groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "stacked": True}]
-        optimizer = kind(groups, lr=0.01, weight_decay=0.1, backend=name)
-        for step in range(6):
-            for index, parameter in enumerate(parameters):
-                parameter.grad = None
-                parameter.grad = torch.randn(6, 5, 3, 3).bfloat16().float()
-                if changes:
-                    CHANGES[change](parameter, step + index)
-                if step and (step + index) % 4 == 0:
-                    parameter.grad = None
-            optimizer.step()
-        results.append([(p.detach(), dict(optimizer.state[p])) for p in parameters])
-    assert built == [4, 4]
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_that_move_onto_each_other_are_refused(kind: Kind, backend: str) -> None:

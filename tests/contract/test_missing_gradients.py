@@ -106,6 +106,8 @@ def test_a_norm_over_all_gradients_leaves_out_those_that_are_missing(
 ) -> None:
     params = parameters(torch.float32)
     optimizer = kind(params, lr=0.01, backend=backend, **option)
+    optimizer.step()
+    assert not optimizer.state
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""All ranks skip the same steps: overflows in one rank's gradient and in the reduction."""
+"""All ranks skip the same steps if a gradient of one rank overflows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -83,45 +83,6 @@ def test_an_overflow_on_one_rank_skips_on_all(mode: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     assert scales == [1024, 1024, 512, 512, 1024, 1024], scales
     assert same_on_all_ranks([p.tolist() for p in whole])
-
-
-def summed(tensor: Tensor) -> Any:
-    work: Any = dist.all_reduce(tensor, async_op=True)
-    return work.get_future()
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.ones(3, dtype=torch.float16))
-
-    def forward(self, factor: Tensor) -> Tensor:
-        return (self.weight * factor).sum()
-
-
-@for_every("mode", ["Lamb", "Lamb-sum-first"])
-@ranks(2)
-def test_the_mean_of_40000_and_40000(mode: str) -> None:
-    """float16 ends at 65504. DDP divides before it sums; a hook that sums first overflows, which is detected."""
-
-    net = Half()
-    ddp = DistributedDataParallel(net)
-    if mode == "Lamb-sum-first":
-        ddp.register_comm_hook(None, lambda _, bucket: summed(bucket.buffer()).then(lambda f: f.value()[0].div_(2)))
-    optimizer = make(mode, net.parameters())
-    scaler = LossScaler(WindowScale(8.0))
-    scaler.scale(ddp(torch.tensor(5000.0, dtype=torch.float16))).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert net.weight.grad is not None
-    if mode == "Lamb":
-        assert net.weight.grad.equal(torch.full((3,), 40000.0, dtype=torch.float16)), net.weight.grad
-        assert scaler.get_scale() == 8
-        assert optimizer.state[net.weight]["exp_avg"].allclose(torch.full((3,), 500.0))
-    else:
-        assert net.weight.grad.isinf().all()
-        assert scaler.get_scale() == 4
-        assert net.weight.equal(torch.ones(3))
 
 
 @for_every("mode", ["Lamb", "AdamW", "fused"])

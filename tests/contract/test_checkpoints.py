@@ -78,29 +78,25 @@ def test_a_copy_before_the_first_step(kind: Kind) -> None:
     assert other.param_groups[1]["weight_decay"] == 0.1
 
 
+WIDE = torch.float32, torch.float32, torch.float32
+NARROW = torch.bfloat16, torch.bfloat16, torch.float32
+
+
 @for_every(
-    ("dtype", "state_dtype", "shape", "first", "second", "others"),
+    ("dtype", "state_dtype", "shape", "dtypes"),
     [
-        (torch.float32, None, (64, 64), torch.float32, torch.float32, torch.float32),
-        (torch.float64, None, (64, 64), torch.float64, torch.float64, torch.float64),
-        (torch.bfloat16, None, (64, 64), torch.float32, torch.float32, torch.float32),
-        (torch.float16, None, (64, 64), torch.float32, torch.float32, torch.float32),
-        (torch.float32, torch.bfloat16, (64, 64), torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16, (64, 64), torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.bfloat16, "int8", (64, 64), torch.int8, torch.uint8, torch.float32),
-        (torch.bfloat16, "int8", (64, 63), torch.float32, torch.float32, torch.float32),
-        (torch.float32, "int8", (4096,), torch.float32, torch.float32, torch.float32),
+        (torch.float32, None, (64, 64), WIDE),
+        (torch.float64, None, (64, 64), (torch.float64, torch.float64, torch.float64)),
+        (torch.bfloat16, None, (64, 64), WIDE),
+        (torch.float16, None, (64, 64), WIDE),
+        (torch.float32, torch.bfloat16, (64, 64), NARROW),
+        (torch.bfloat16, torch.bfloat16, (64, 64), NARROW),
+        (torch.bfloat16, "int8", (64, 64), (torch.int8, torch.uint8, torch.float32)),
+        (torch.bfloat16, "int8", (64, 63), WIDE),
+        (torch.float32, "int8", (4096,), WIDE),
     ],
 )
-def test_dtypes_of_state(
-    dtype: torch.dtype,
-    state_dtype: Any,
-    shape: tuple[int, ...],
-    first: torch.dtype,
-    second: torch.dtype,
-    others: torch.dtype,
-    kind: Kind,
-) -> None:
+def test_dtypes_of_state(dtype: Any, state_dtype: Any, shape: tuple[int, ...], dtypes: Any, kind: Kind) -> None:
     """An option applies to moments; CAME's other averages, the scales of codes and the count of steps are wide."""
     param = Parameter(torch.ones(shape, dtype=dtype))
     optimizer = kind([param], lr=0.1, state_dtype=state_dtype)
@@ -108,6 +104,7 @@ def test_dtypes_of_state(
     optimizer.step()
     other = kind(copies([param]), lr=0.1)
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    first, second, others = dtypes
     narrow = {"step": torch.float32, "exp_avg": first, **({"exp_avg_sq": second} if kind is Lamb else {})}
     for each in (optimizer, other):
         [state] = each.state.values()

@@ -21,16 +21,12 @@ def test_sparse_gradients_name_the_remedy(kind: Kind, backend: str) -> None:
 
 def test_a_gradient_of_another_shape(kind: Kind, backend: str) -> None:
     """Torch refuses the assignment, but does not detect a parameter that changes after it."""
-    parameters, optimizer = stepped(kind, backend)
-    parameters[1].data = torch.ones(7)
-    with refused(parameters, optimizer, (ValueError, RuntimeError), "shape"):
+    parameter = Parameter(torch.ones(4, 3))
+    parameter.grad = torch.ones(4, 3)
+    parameter.data = parameter.data.view(3, 4)
+    optimizer = kind([parameter], lr=0.1, backend=backend)
+    with refused([parameter], optimizer, (ValueError, RuntimeError), r"shape.*\(4, 3\)|\(4, 3\).*shape"):
         optimizer.step()
-    fresh = Parameter(torch.ones(4, 3))
-    fresh.grad = torch.ones(4, 3)
-    fresh.data = fresh.data.view(3, 4)
-    other = kind([fresh], lr=0.1, backend=backend)
-    with refused([fresh], other, (ValueError, RuntimeError), r"shape.*\(4, 3\)|\(4, 3\).*shape"):
-        other.step()
 
 
 def test_a_gradient_on_another_device(kind: Kind, backend: str) -> None:

@@ -103,36 +103,19 @@ def test_state_bytes_in_the_words_of_a_face() -> None:
     assert torch_npu.NpuFusedLamb.state_bytes(params.items()) == expected
 
 
-@EACH_FACE
-def test_a_torch_scheduler_drives_it(kind: Any) -> None:
-    params = weights(torch.float32)
-    optimizer = face(kind, params, 0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    seen = []
-    for number in range(3):
-        step(params, optimizer, number)
-        scheduler.step()
-        seen.append(optimizer.param_groups[0]["lr"])
-    assert seen == [0.05, 0.025, 0.0125]
-    refusing = face(kind, params, lr)
-    torch.optim.lr_scheduler.ExponentialLR(refusing, 0.5)
-    with pytest.raises(RuntimeError, match="initial_lr"):
-        step(params, refusing, 0)
-
-
-@EACH_FACE
-def test_it_is_itself_on_the_ranks_of_shard_update(kind: Any) -> None:
+def test_it_is_itself_on_the_ranks_of_shard_update() -> None:
     """A rank's share has all options, such as a loss_scale."""
-    alone, shared = (weights(torch.float32) for _ in range(2))
-    whole, optimizer = (face(kind, params, 0.1) for params in (alone, shared))
     with group_of_one():
-        parts = bighorn.shard_update(optimizer)
-        for number in range(2):
-            step(alone, whole, number)
-            for name, param in shared.items():
-                param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
-            parts.step()
-    assert all(param.equal(alone[name]) for name, param in shared.items())
+        for kind in FACES:
+            alone, shared = (weights(torch.float32) for _ in range(2))
+            whole, optimizer = (face(kind, params, 0.1) for params in (alone, shared))
+            parts = bighorn.shard_update(optimizer)
+            for number in range(2):
+                step(alone, whole, number)
+                for name, param in shared.items():
+                    param.grad = gradient(name, number, param.dtype) * getattr(optimizer, "loss_scale", 1)
+                parts.step()
+            assert all(param.equal(alone[name]) for name, param in shared.items()), name_of(kind)
 
 
 def test_a_loss_scale_divides_whole_steps_alone() -> None:

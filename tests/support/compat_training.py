@@ -1,4 +1,4 @@
-"""Parameters, gradients and learning rates for the tests of compatibility layers, and the scalar formulas' results.
+"""Parameters, gradients and learning rates for the tests of compatibility layers.
 
 They include a norm above 10, a zero parameter, a zero gradient and one of 1e-3. Weight decay is not 0, since without it
 the trust ratio would hide a constant factor of the update.
@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-
-from tests.support import peer_formulas, scalar_formulas
 
 LRS = (0.1, 0.05, 0.2, 0.08, 0.15, 0.02)
 STEPS = len(LRS)
@@ -62,36 +59,3 @@ def trained(make: Callable[[dict[str, Parameter]], Optimizer], dtype: torch.dtyp
     for number in range(STEPS):
         step(params, optimizer, number)
     return {name: param.detach() for name, param in params.items()}
-
-
-def by_scalar(options: Callable[[str], dict[str, Any]], max_grad_norm: float | None = None) -> dict[str, Tensor]:
-    """Return the parameters after the scalar formulas' steps; `options` returns a parameter's options by its name."""
-    params = weights()
-    tensors = [scalar_formulas.Tensor(param.flatten().tolist(), tuple(param.shape)) for param in params.values()]
-    for number, lr in enumerate(LRS):
-        grads: list[scalar_formulas.Floats | None] = [gradient(name, number).flatten().tolist() for name in params]
-        chosen = [scalar_formulas.Options(**{"lr": lr, **options(name)}) for name in params]
-        scalar_formulas.step(tensors, grads, chosen, max_grad_norm=max_grad_norm)
-    return {
-        name: torch.tensor(tensor.x, dtype=torch.float64).view(tensor.shape)
-        for name, tensor in zip(params, tensors, strict=True)
-    }
-
-
-def by_formula(formula: peer_formulas.Step) -> dict[str, Tensor]:
-    """Return the parameters after the steps of a peer's formula."""
-    leaves = [peer_formulas.Leaf(name, p.flatten().tolist(), tuple(p.shape)) for name, p in weights().items()]
-    for number, lr in enumerate(LRS):
-        for leaf in leaves:
-            leaf.g = gradient(leaf.name, number).flatten().tolist()
-        formula(leaves, lr)
-    return {leaf.name: torch.tensor(leaf.x, dtype=torch.float64).view(leaf.shape) for leaf in leaves}
-
-
-def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = 1e-13) -> None:
-    """Check that each tensor is within a fraction of its largest movement."""
-    start = weights()
-    for name, value in theirs.items():
-        movement = (value - start[name].detach()).abs().max().clamp(min=1e-6)
-        error = (ours[name].double() - value).abs().max() / movement
-        assert error <= tolerance, f"{name}: {error:.1e}"

@@ -21,7 +21,7 @@ from bighorn.kernels.cpu import library
 from tests.backends import test_backends, test_came_cpu
 from tests.support.buckets import bucket, same, stepped
 from tests.support.case_tensors import Leaf
-from tests.support.cases import CASES, Case, needs_grad_dtype
+from tests.support.cases import CASES, Case
 from tests.support.processes import LIMIT, outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -386,55 +386,3 @@ def test_every_instruction_set_equals_the_reference(level: str, monkeypatch: pyt
         pytest.skip(f"this machine has no x86-64-{level}")
     for case in (*(case for case in CASES if case.id in LOOPS), ONE_SIZE, *test_came_cpu.IN_EACH_SET):
         test_backends.check_steps("cpu", case)
-
-
-MEMORY = """
-    import os, torch
-    from torch.nn import Parameter
-    from bighorn import Lamb
-
-    def megabytes(key):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith(key)) / 1024
-
-    def peak(backend, dtype, gradient, layout):
-        def make(count, shape):
-            params = [Parameter(torch.ones(shape).to(dtype)) for _ in range(count)]
-            for p in params:
-                p.grad_dtype = gradient
-                p.grad = torch.ones(shape, dtype=gradient).to(memory_format=layout)
-            return params, Lamb(params, weight_decay=0.1, max_grad_norm=1.0, backend=backend)
-
-        _, first = make(2, (4, 4, 2, 2))
-        first.step()  # loads code
-        params, optimizer = make(8, (512, 512, 4, 2))
-        before = megabytes("VmRSS")
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak starts anew
-        optimizer.step()
-        optimizer.step()
-        state = sum(t.nbytes for s in optimizer.state.values() for t in s.values()) / 2**20
-        assert state >= 2 * 8 * 8
-        return megabytes("VmHWM") - before - state
-
-    for backend, dtype, gradient, layout, limit in (
-        ("cpu", torch.float32, torch.float32, torch.contiguous_format, 16),
-        ("cpu", torch.bfloat16, torch.float32, torch.contiguous_format, 16),
-        ("cpu", torch.float32, torch.float32, torch.channels_last, 16),
-        ("foreach", torch.float32, torch.float32, torch.contiguous_format, 32),
-    ):
-        if os.fork() == 0:  # scratch that a thread keeps is new in each
-            found = peak(backend, dtype, gradient, layout)
-            assert 0 < found <= limit, (backend, dtype, gradient, layout, found)
-            break
-        assert os.wait()[1] == 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
-@needs_grad_dtype
-def test_temporaries_stay_small_whatever_the_model() -> None:
-    """The model has 8 tensors of 2 million elements, so a copy of it would be 64 MB."""
-    # With these settings malloc returns freed memory at once; memory that it keeps would hide temporaries.
-    run_afresh(MEMORY, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0")

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 pytest.importorskip("triton")
 
 from bighorn import Came, Lamb
 from bighorn.kernels.triton import device, launch_group
 from tests.support import kernel_variants
-from tests.support.cases import Kind, set_gradients
+from tests.support.cases import Kind
 from tests.support.fake_gpu import Driver, compiled_while_numbers_change
 from tests.support.kernel_compilation import (
     TARGETS,
@@ -141,21 +140,6 @@ def test_a_new_layout_compiles_every_kernel_again() -> None:
 # ---- compiled, and launched on a fake GPU ---------------------------------------------------------------------------
 
 
-@compiled
-def test_a_lamb_step_takes_four_launches(driver: Driver) -> None:
-    params = [Parameter(torch.randn(size)) for size in (3 * launch_group.CHUNK + 1, 0, 17, 5)]
-    set_gradients(params, [torch.randn(p.shape) for p in params])
-    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0, "adapt": False}]
-    optimizer = Lamb(groups, weight_decay=0.1, backend="triton")
-    optimizer.step()
-    # The first tensor has 4 chunks, each other one has 1; the second pass omits the tensor that does not adapt.
-    assert driver.launched == [("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4), ("lamb_apply", 6)]
-
-    driver.launched.clear()
-    Lamb(params, weight_decay=0.1, adam=True, backend="triton", max_grad_norm=1.0).step()
-    assert driver.launched == [("square_sums", 7), ("lamb_factors", 4), ("lamb_moments", 7), ("lamb_norms", 4)]
-
-
 @pytest.mark.parametrize(
     ("registers", "spills_below", "limits", "taken"),
     [
@@ -201,28 +185,6 @@ def test_kernels_of_amd_get_no_limit_of_registers(
     device.compiled(Kernel(), (torch.zeros(1),), {"BLOCK": 8, "CHUNK": 9})
     assert [options["BLOCK"] for options in seen] == [8] * len(seen)
     assert [options.get("maxnreg") for options in seen] == limits
-
-
-@compiled
-def test_a_came_step_takes_eight_launches_and_four(driver: Driver) -> None:
-    params = [Parameter(torch.randn(shape)) for shape in ((600, 300), (20, 30), (0,), (17,), (launch_group.CHUNK + 1,))]
-    set_gradients(params, [torch.randn(p.shape) for p in params])
-    Came(params, lr=0.1, backend="triton").step()
-    tiles, lines = 19 * 2 + 1, 3 + 2 + 1 + 1  # tiles of 32 x 256, lines in 256
-    assert driver.launched == [
-        ("came_squares", tiles),
-        ("came_lines", lines),
-        ("came_update_squares", tiles),
-        ("came_totals", 2),
-        ("came_average", tiles),
-        ("came_lines", lines),
-        ("came_apply", tiles),
-        ("came_metrics", 2),
-        ("came_second_moment", 1 + 1 + 2),
-        ("came_totals", 3),
-        ("came_move", 1 + 1 + 2),
-        ("came_metrics", 3),
-    ]
 
 
 @compiled

@@ -27,39 +27,6 @@ def sample(step: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-class Block(nn.Module):
-    """A layer with the variable names of BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.LayerNorm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-
-def test_the_documents_example() -> None:
-    """The documented example, with other import lines and with `params`, which TensorFlow takes from its graph.
-
-    NPUOptimizer has separate tests.
-    """
-    model, learning_rate = Block(), 0.1
-
-    optimizer = LAMBOptimizer(
-        learning_rate=learning_rate,
-        weight_decay_rate=0.01,
-        beta_1=0.9,
-        beta_2=0.999,
-        epsilon=1e-6,
-        exclude_from_weight_decay=["LayerNorm", "layer_norm", "bias"],
-        params=model.named_parameters(),
-    )
-
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()  # with gradients of zero, only weight decay changes parameters
-    moved = {name for name, param in model.named_parameters() if not param.equal(before[name])}
-    assert moved == {"dense.weight"}
-
-
 def test_an_overflow_is_skipped_and_a_checkpoint_goes_on() -> None:
     model = overlap_runs.network()
     optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), overlap_runs.branches()[0], is_loss_scale=True)
@@ -92,18 +59,6 @@ def test_it_counts_the_steps_that_were_taken() -> None:
     assert all(
         param.equal(start) and param.grad is None for param, start in zip(model.parameters(), before, strict=True)
     )
-
-
-def test_groups_and_gradients_are_the_optimizers() -> None:
-    model = overlap_runs.network()
-    optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB))
-    optimizer.param_groups[0]["lr"] = 0.5
-    assert optimizer.opt.param_groups[0]["lr"] == 0.5
-    overlap_runs.backward(overlap_runs.loss(model, sample(0)))
-    optimizer.zero_grad(set_to_none=False)
-    assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -317,7 +272,7 @@ def test_a_branch_of_the_example_is_the_plain_optimizer(name: str, branch: int) 
     assert twin.opt is not optimizer.opt
 
 
-def test_hooks_and_groups_are_those_of_the_optimizer() -> None:
+def test_hooks_groups_and_gradients_are_those_of_the_optimizer() -> None:
     param = nn.Parameter(torch.ones(2))
     lamb = Lamb([param])
     optimizer = NPUOptimizer(lamb)
@@ -328,6 +283,12 @@ def test_hooks_and_groups_are_those_of_the_optimizer() -> None:
     assert calls == [lamb, lamb]
     assert optimizer.state is lamb.state
     assert optimizer.defaults is lamb.defaults
+    assert optimizer.param_groups is lamb.param_groups
+    param.grad = torch.ones(2)
+    optimizer.zero_grad(set_to_none=False)
+    assert param.grad.tolist() == [0.0, 0.0]
+    optimizer.zero_grad()
+    assert [each.grad for each in (param,)] == [None]
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3
     with pytest.raises(RuntimeError, match="no closure"):
         scaled(optimizer).step(lambda: torch.tensor(3.0))

@@ -14,28 +14,6 @@ from tests.support.compat_training import weights as named_weights
 from tests.support.error_checks import weights
 
 
-def test_the_documents_example() -> None:
-    """The example of the documentation, with another import line; a data set and a model replace `...`."""
-    from torch import nn
-
-    torch.manual_seed(0)
-    dataset = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(20)]
-    model = nn.Linear(4, 2)
-    before = [param.detach().clone() for param in model.parameters()]
-    optimizer = Lamb(model.parameters(), lr=1e-3)
-    criterion = nn.MSELoss()
-    for x, y in dataset:
-        optimizer.zero_grad()
-        outputs = model(x)
-        loss = criterion(outputs, y)
-        loss.backward()
-        optimizer.step()
-
-    for start, param in zip(before, model.parameters(), strict=True):
-        # Each of the twenty steps has the length lr * ||x||.
-        assert 0 < (param - start).norm() <= 1.001 * 20 * 1e-3 * 1.02 * start.norm()
-
-
 def test_groups_have_an_amsgrad_of_their_own() -> None:
     first, second, late = weights()
     groups: list[dict[str, Any]] = [{"params": [first], "amsgrad": True}, {"params": [second]}]

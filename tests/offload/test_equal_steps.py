@@ -15,7 +15,7 @@ from bighorn import Came, Lamb, Lars
 from tests.support.case_tensors import LARGE
 from tests.support.cases import CASES, Case, allow_gradients_of, set_gradients
 from tests.support.covering_cases import covering
-from tests.support.offloading import OVERLAPS, Make, Overlap, backward_with, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Make, Overlap, Twins, backward_with, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise, assert_same_everything, copies
 from tests.support.processes import group_of_one
 
@@ -93,18 +93,15 @@ MAKES: dict[str, Make] = {
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", MAKES)
 def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
-    nets = network().to(dtype), network().to(dtype)
-    plain, other = (MAKES[name](net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
+    twins = Twins(MAKES[name], lambda: network().to(dtype), overlap=overlap)
     for step in range(6):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        for net, optimizer in twins:
             # One step lacks some gradients.
             loss = loss_of(net, step) if step != 3 else net[0](torch.ones(9, dtype=dtype)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    theirs.synchronize()
-    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    twins.assert_equal()
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"skip_nonfinite": True}], ids=str)
@@ -113,12 +110,9 @@ def test_arrival_in_any_order(options: dict[str, Any]) -> None:
     found = []
     for bucket_mb, overlap in itertools.product((1e-4, 0.003, 0.02, 25), OVERLAPS):
         net = network().double()
-        optimizer = offloaded(
-            net, Lamb(net.named_parameters(), lr=0.1, **options), overlap=overlap, bucket_mb=bucket_mb
-        )
-        for step in range(4):
-            loss_of(net, step).backward()
-            optimizer.step()
+        inner = Lamb(net.named_parameters(), lr=0.1, **options)
+        optimizer = offloaded(net, inner, overlap=overlap, bucket_mb=bucket_mb)
+        train(net, optimizer, range(4))
         optimizer.synchronize()
         found.append(list(net.parameters()))
     for other in found[1:]:

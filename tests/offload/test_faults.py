@@ -12,12 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bighorn import Lamb
 from bighorn.offloading import OffloadedOptimizer
 from bighorn.offloading.step import TransferBucket
-from tests.support.offloading import OVERLAPS, Make, Overlap, assert_equal, loss_of, network, offloaded, train
+from tests.support.offloading import (
+    OVERLAPS,
+    Make,
+    Overlap,
+    Twins,
+    assert_equal,
+    loss_of,
+    network,
+    offloaded,
+    scaled_step,
+    train,
+)
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 from tests.support.slow_copies import SlowCopies
 
@@ -30,9 +41,8 @@ def adamw(net: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=0.1)
 
 
-def backward_and_step(net: nn.Module, optimizer: OffloadedOptimizer) -> None:
-    loss_of(net, 2).backward()
-    optimizer.step()
+def train_and_wait(net: nn.Module, optimizer: OffloadedOptimizer, steps: range) -> None:
+    train(net, optimizer, steps)
     optimizer.synchronize()
 
 
@@ -46,59 +56,47 @@ def step_counts(optimizer: OffloadedOptimizer) -> list[int]:
     return [int(state["step"]) for state in optimizer.state.values()]
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(*_: Any) -> Any:
-        raise ZeroDivisionError("backward has had enough")
-
-
-def broken_loss(net: Any) -> Any:
-    """Return a loss whose backward reaches only the last layers."""
-    hidden = net[2](net[1](net[0](torch.ones(4, 9))))
-    return net[5](net[4](net[3](Broken.apply(hidden)))).square().mean()  # type: ignore[no-untyped-call]
-
-
 # ---- errors that change nothing -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", ["copies", "forward"])
-def test_an_option_out_of_range_changes_nothing(overlap: Overlap) -> None:
-    net = network()
-    optimizer = offloaded(net, lamb(net), overlap=overlap)
-    train(net, optimizer, range(2))
-    optimizer.synchronize()
-    before = [param.clone() for param in net.parameters()]
-    loss_of(net, 2).backward()
-    optimizer.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ValueError, match=r"lr=-1.0 is out of range"):
-        optimizer.step()
-    assert_bitwise(list(net.parameters()), before)
-    assert set(step_counts(optimizer)) == {2}
-    optimizer.param_groups[0]["lr"] = 0.1
-    optimizer.step()  # with the same gradients
-    train(net, optimizer, range(3, 5))
-    optimizer.synchronize()
-    assert_equal(net, trained(lamb, range(5)))
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_an_option_out_of_range_changes_nothing(overlap: Overlap, scaled: bool) -> None:
+    """GradScaler keeps its scale on an optimizer whose step raises, and would multiply the next one by it."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled) for _ in "12"]
+    twins = Twins(lamb, overlap=overlap, scaler=scalers[1])
+    for step in range(5):
+        for (net, optimizer), scaler in zip(twins, scalers, strict=True):
+            if step == 2 and optimizer is twins.offloaded:
+                optimizer.synchronize()
+                before = [param.clone() for param in net.parameters()]
+                scaler.scale(loss_of(net, step)).backward()
+                optimizer.param_groups[0]["lr"] = -1.0
+                with pytest.raises(ValueError, match=r"lr=-1.0 is out of range"):
+                    optimizer.step()
+                assert_bitwise(list(net.parameters()), before)
+                assert set(step_counts(optimizer)) == {2}
+                optimizer.param_groups[0]["lr"] = 0.1
+                optimizer.step()  # with the same gradients
+                scaler.update()
+                optimizer.zero_grad()
+            else:
+                scaled_step(scaler, optimizer, loss_of(net, step))
+    twins.assert_equal()
 
 
-@pytest.mark.parametrize("make", [lamb, adamw])
-@pytest.mark.parametrize("overlap", ["copies", "forward"])
-def test_a_backward_pass_that_fails(overlap: Overlap, make: Make) -> None:
-    net = network()
-    optimizer = offloaded(net, make(net), overlap=overlap)
-    train(net, optimizer, range(2))
-    with pytest.raises(ZeroDivisionError, match="has had enough"):
-        broken_loss(net).backward()
+def test_a_second_backward_pass() -> None:
+    """It fails, and step() is refused until the gradients are forgotten."""
+    twins = Twins(lamb)
+    net, optimizer = twins.nets[1], twins.offloaded
+    loss_of(net, 0).backward()
+    with pytest.raises(RuntimeError, match=r"has a second gradient.*optimizer.accumulate\(\)"):
+        loss_of(net, 1).backward()
     with pytest.raises(RuntimeError, match=r"the last backward\(\) has not ended, and no parameter has taken"):
         optimizer.step()
     optimizer.zero_grad()
-    train(net, optimizer, range(2, 4))
-    optimizer.synchronize()
-    assert_equal(net, trained(make, range(4)))
+    twins.train(range(3))
+    twins.assert_equal()
 
 
 # ---- steps that have failed ------------------------------------------------------------------------------------------
@@ -158,13 +156,12 @@ def test_a_step_that_is_cut_off(
     """Every call is refused until a remedy: a step without gradients, or a checkpoint."""
     net, copies = network(), SlowCopies(seed=None)
     optimizer = offloaded(net, make(net), overlap=overlap, copies=copies)
-    train(net, optimizer, range(2))
-    optimizer.synchronize()
+    train_and_wait(net, optimizer, range(2))
     saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
     with monkeypatch.context() as patch:
         cut(patch, copies)
         with pytest.raises((RuntimeError, OSError), match=message) as error:
-            backward_and_step(net, optimizer)
+            train_and_wait(net, optimizer, range(2, 3))
     taken = isinstance(error.value, RuntimeError) and "have taken the step" in str(error.value)
     for call in calls_of(net, optimizer) if taken else []:
         with pytest.raises(RuntimeError, match=r"when \d of 8 parameters have taken the step \(") as again:
@@ -173,8 +170,7 @@ def test_a_step_that_is_cut_off(
     if remedy == "load":
         optimizer.load_state_dict(saved[1])
         net.load_state_dict(saved[0])
-        train(net, optimizer, range(2, 5))
-        optimizer.synchronize()
+        train_and_wait(net, optimizer, range(2, 5))
         assert_equal(net, trained(make, range(5)))
         return
     optimizer.zero_grad()
@@ -185,8 +181,7 @@ def test_a_step_that_is_cut_off(
     hosts = [param for group in optimizer.optimizer.param_groups for param in group["params"]]
     optimizer._read_written(optimizer._setup.params)
     assert_bitwise(hosts, before)
-    train(net, optimizer, range(3, 5))
-    optimizer.synchronize()
+    train_and_wait(net, optimizer, range(3, 5))
     assert set(step_counts(optimizer)) <= {4, 5}
 
 
@@ -200,19 +195,6 @@ def calls_of(net: nn.Module, optimizer: OffloadedOptimizer) -> list[Callable[[],
         lambda: optimizer.state,
         lambda: loss_of(net, 9).backward(),
     ]
-
-
-def test_a_second_backward_pass() -> None:
-    net = network()
-    optimizer = offloaded(net, lamb(net))
-    loss_of(net, 0).backward()
-    with pytest.raises(RuntimeError, match=r"has a second gradient.*optimizer.accumulate\(\)"):
-        loss_of(net, 1).backward()
-    with pytest.raises(RuntimeError, match="has not ended"):
-        optimizer.step()
-    optimizer.zero_grad()
-    train(net, optimizer, range(3))
-    assert_equal(net, trained(lamb, range(3)))
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -242,8 +224,7 @@ def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
 def test_the_hooks_end_with_the_optimizer() -> None:
     net = network()
     optimizer = offloaded(net, lamb(net), overlap="forward")
-    train(net, optimizer, range(1))
-    optimizer.synchronize()
+    train_and_wait(net, optimizer, range(1))
     del optimizer
     gc.collect()
     loss_of(net, 1).backward()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import threading
 from collections.abc import Callable
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from bighorn import Lamb
 from bighorn.offloading.forward import users
-from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded, train
+from tests.support.offloading import OVERLAPS, Overlap, Twins, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise
 from tests.support.slow_copies import SlowCopies
 
@@ -55,21 +54,24 @@ def test_the_users_of_parameters() -> None:
     assert id(model.blocks[0].self_attn) not in found
 
 
-def test_a_model_with_tied_weights_and_attention() -> None:
+def tied() -> Tied:
     torch.manual_seed(0)
-    models = Tied(), Tied()
-    models[1].load_state_dict(models[0].state_dict())
-    plain = Lamb(models[0].named_parameters(), lr=0.05)
-    copies = SlowCopies(bandwidth=3e5, seed=3)
-    theirs = offloaded(models[1], Lamb(models[1].named_parameters(), lr=0.05), overlap="forward", copies=copies)
+    return Tied()
+
+
+def lamb(model: nn.Module) -> Lamb:
+    return Lamb(model.named_parameters(), lr=0.05)
+
+
+def test_a_model_with_tied_weights_and_attention() -> None:
+    twins = Twins(lamb, tied, overlap="forward", copies=SlowCopies(bandwidth=3e5, seed=3))
     for step in range(5):
         tokens = torch.randint(0, 11, (5, 3), generator=torch.Generator().manual_seed(step))
-        for model, optimizer in zip(models, (plain, theirs), strict=True):
+        for model, optimizer in twins:
             model(tokens).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    theirs.synchronize()
-    assert_bitwise(list(models[1].parameters()), list(models[0].parameters()))
+    twins.assert_equal()
 
 
 class Held(SlowCopies):
@@ -91,7 +93,7 @@ class Held(SlowCopies):
 
 def test_the_step_returns_and_the_first_layers_run_while_others_are_on_their_way() -> None:
     net, copies = network(), Held(free=1)
-    optimizer = offloaded(net, Lamb(net.named_parameters(), lr=0.1), overlap="forward", copies=copies)
+    optimizer = offloaded(net, lamb(net), overlap="forward", copies=copies)
     before = net[5].weight.clone()
     loss_of(net, 0).backward()
     optimizer.step()
@@ -111,25 +113,14 @@ def test_the_step_returns_and_the_first_layers_run_while_others_are_on_their_way
 
 @pytest.mark.parametrize("of_submodule", [False, True])
 def test_a_state_dict_waits(of_submodule: bool) -> None:
-    nets = network(), network()
-    plain = Lamb(nets[0].named_parameters(), lr=0.1)
-    copies = SlowCopies(bandwidth=1e5, seed=None)
-    theirs = offloaded(nets[1], Lamb(nets[1].named_parameters(), lr=0.1), overlap="forward", copies=copies)
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        loss_of(net, 0).backward()
-        optimizer.step()
-    saved = [
-        {name: value.clone() for name, value in (net[3] if of_submodule else net).state_dict().items()} for net in nets
-    ]
-    assert_bitwise(list(saved[1].values()), list(saved[0].values()))
-
-
-def through_pickle(model: nn.Module) -> nn.Module:
-    copied: nn.Module = pickle.loads(pickle.dumps(model))
-    return copied
+    twins = Twins(lamb, overlap="forward", copies=SlowCopies(bandwidth=1e6, seed=None))
+    twins.train(range(1))
+    saved = [[value.clone() for value in (net[3] if of_submodule else net).state_dict().values()] for net in twins.nets]
+    assert_bitwise(saved[1], saved[0])
 
 
 def through_a_file(model: nn.Module) -> nn.Module:
+    """Copy as pickle does, which torch.save uses."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -137,29 +128,23 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return copied
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_a_file])
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_copy_of_the_model_is_not_offloaded(overlap: Overlap, duplicate: Callable[[nn.Module], nn.Module]) -> None:
-    nets = network(), network()
-    plain, theirs = (
-        Lamb(nets[0].named_parameters(), lr=0.1),
-        offloaded(nets[1], Lamb(nets[1].named_parameters(), lr=0.1), overlap=overlap),
-    )
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        train(net, optimizer, range(3))
-    theirs.synchronize()
-    copied = duplicate(nets[1])
-    assert_bitwise(list(copied.parameters()), list(nets[0].parameters()))
-    before = [param.clone() for param in nets[1].parameters()]
+    twins = Twins(lamb, overlap=overlap)
+    twins.train(range(3))
+    twins.assert_equal()
+    net = twins.nets[1]
+    copied = duplicate(net)
+    assert_bitwise(list(copied.parameters()), list(net.parameters()))
+    before = [param.clone() for param in net.parameters()]
     loss_of(copied, 3).backward()
     assert all(param.grad is not None for param in copied.parameters())
-    own = Lamb(copied.named_parameters(), lr=0.1)
+    own = lamb(copied)
     own.step()
     copied.state_dict()
-    assert_bitwise(list(nets[1].parameters()), before)
+    assert_bitwise(list(net.parameters()), before)
     again = offloaded(copied, own, overlap=overlap)  # a copy can be offloaded
-    loss_of(copied, 4).backward()
-    again.step()
+    train(copied, again, range(4, 5))
     again.synchronize()
-    loss_of(nets[1], 3).backward()
-    theirs.step()
+    train(net, twins.offloaded, range(3, 4))

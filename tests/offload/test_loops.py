@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch.distributed.checkpoint.state_dict as dcp
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from bighorn import Came, FixedScale, Lamb, LossScaler, WindowScale
+from bighorn import Came, Lamb, LossScaler, WindowScale
 from tests.support.cases import Kind
 from tests.support.offloading import (
     OVERLAPS,
     Make,
     Overlap,
+    Twins,
     assert_equal,
     in_groups,
     loss_of,
@@ -32,65 +34,40 @@ def lamb(net: nn.Module, **options: Any) -> Lamb:
     return Lamb(net.named_parameters(), **{"lr": 0.1, "weight_decay": 0.1, **options})
 
 
+def clipping_lamb(net: nn.Module) -> Lamb:
+    return lamb(net, max_grad_norm=0.01)
+
+
+def lamb_with_a_tensor(net: nn.Module) -> Lamb:
+    return lamb(net, lr=torch.tensor(0.1))
+
+
 def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
+with_every_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
+with_both_makes = pytest.mark.parametrize("make", [lamb, adamw])
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("make", [lamb, adamw])
+@with_every_overlap
+@with_both_makes
 def test_accumulation(make: Make, overlap: Overlap) -> None:
-    nets = network(), network()
-    plain, other = (make(net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
+    twins = Twins(make, overlap=overlap)
     for step in range(4):
-        for micro in range(3):
-            loss_of(nets[0], 3 * step + micro).backward()
-        with theirs.accumulate():
-            for micro in range(2):
-                loss_of(nets[1], 3 * step + micro).backward()
-        assert all(param.grad is not None for param in nets[1].parameters())
-        loss_of(nets[1], 3 * step + 2).backward()
-        for optimizer in (plain, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    theirs.synchronize()
-    assert_equal(*nets)
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_gradients_that_no_backward_pass_has_sent(overlap: Overlap) -> None:
-    nets = network(), network()
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
-    for step in range(3):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            for param in net.parameters():
-                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
-            optimizer.step()
-            optimizer.zero_grad()
-    theirs.synchronize()
-    assert_equal(*nets)
-
-
-def test_zero_grad_forgets_what_was_sent() -> None:
-    nets = network(), network()
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]))
-    for step in range(6):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            loss_of(net, step).backward()
-            if step % 2:
-                optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(*nets)
+        for net, optimizer in twins:
+            with optimizer.accumulate() if optimizer is twins.offloaded else contextlib.nullcontext():
+                for micro in range(2):
+                    loss_of(net, 3 * step + micro).backward()
+            assert all(param.grad is not None for param in net.parameters())
+            train(net, optimizer, range(3 * step + 2, 3 * step + 3))
+    twins.assert_equal()
 
 
 def test_a_closure() -> None:
-    nets = network(), network()
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]))
+    twins = Twins(lamb)
     for step in range(3):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        for net, optimizer in twins:
 
             def closure(net: nn.Module = net, optimizer: Any = optimizer, step: int = step) -> Any:
                 optimizer.zero_grad()
@@ -99,7 +76,7 @@ def test_a_closure() -> None:
                 return loss
 
             assert optimizer.step(closure) > 0
-    assert_equal(*nets)
+    twins.assert_equal()
 
 
 # ---- clips -----------------------------------------------------------------------------------------------------------
@@ -110,86 +87,59 @@ class Cast(nn.Module):
         return x.float()
 
 
-def mixed(net: Any) -> Any:
+def mixed() -> Any:
     """Return a network with weights of two dtypes."""
+    net = network()
     net[0].bfloat16()
     net[1] = nn.Sequential(nn.Tanh(), Cast())
     return net
 
 
-def backward_clip_and_step(plain: torch.optim.Optimizer, loss: Any, scaler: Any = None) -> None:
+BUILDS: list[Callable[[], Any]] = [network, lambda: network().double(), lambda: network().bfloat16(), mixed]
+
+
+def clipped_step(scaler: Any, plain: torch.optim.Optimizer, loss: Any) -> None:
     """The equivalent of offload(max_grad_norm=0.01) in torch."""
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    if scaler is not None:
-        scaler.unscale_(plain)
+    scaler.scale(loss).backward()
+    scaler.unscale_(plain)
     nn.utils.clip_grad_norm_([param for group in plain.param_groups for param in group["params"]], 0.01)
-    if scaler is None:
-        plain.step()
-    else:
-        scaler.step(plain)
-        scaler.update()
+    scaler.step(plain)
+    scaler.update()
     plain.zero_grad()
 
 
-@pytest.mark.parametrize("convert", [nn.Module.float, nn.Module.double, nn.Module.bfloat16, mixed])
+@pytest.mark.parametrize("build", BUILDS, ids=["float32", "float64", "bfloat16", "mixed"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_clip_is_clip_grad_norm(overlap: Overlap, scaled: bool, convert: Any) -> None:
+@with_every_overlap
+def test_a_clip_is_clip_grad_norm(overlap: Overlap, scaled: bool, build: Callable[[], Any]) -> None:
     """They are equal bit for bit, with gradients below and above the norm, and parameters without gradients."""
-    nets = convert(network()), convert(network())
-    scalers: list[Any] = [torch.amp.GradScaler("cpu", init_scale=1000.0) if scaled else None for _ in nets]
-    plain = adamw(nets[0], lr=1e-3)
-    theirs = offloaded(
-        nets[1], adamw(nets[1], lr=1e-3), overlap=overlap, max_grad_norm=0.01, scaler=scalers[1], bucket_mb=1e-4
-    )
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, enabled=scaled) for _ in "12"]
+    options: dict[str, Any] = {"max_grad_norm": 0.01, "scaler": scalers[1], "bucket_mb": 1e-4}
+    twins = Twins(lambda net: adamw(net, lr=1e-3), build, overlap=overlap, **options)
     for step, factor in enumerate((1.0, 1e-4, 30.0, 1.0)):
-        for net, requires in ((net, step != 3) for net in nets):
-            net[5].requires_grad_(requires)
-        backward_clip_and_step(plain, loss_of(nets[0], step) * factor, scalers[0])
-        loss = loss_of(nets[1], step) * factor
-        (loss if scalers[1] is None else scalers[1].scale(loss)).backward()
-        theirs.step()
-        if scalers[1] is not None:
-            scalers[1].update()
-        theirs.zero_grad()
-    theirs.synchronize()
-    assert_equal(*nets)
+        for net in twins.nets:
+            net[5].requires_grad_(step != 3)
+        clipped_step(scalers[0], twins.plain, loss_of(twins.nets[0], step) * factor)
+        scaled_step(scalers[1], twins.offloaded, loss_of(twins.nets[1], step) * factor)
+    twins.assert_equal()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", BUILDS[:3], ids=["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_clip_of_gradients_that_are_not_finite(bad: float, dtype: torch.dtype) -> None:
+def test_a_clip_of_gradients_that_are_not_finite(bad: float, build: Callable[[], Any]) -> None:
     """One element reaches every gradient, as in torch: NaN makes all NaN, and inf makes the finite ones 0."""
-    nets = network().to(dtype), network().to(dtype)
-    plain, theirs = adamw(nets[0]), offloaded(nets[1], adamw(nets[1]), max_grad_norm=1.0)
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+    twins = Twins(adamw, build, max_grad_norm=1.0)
+    for net, optimizer in twins:
         grads = torch.autograd.grad(loss_of(net, 0), list(net.parameters()))
         grads[2][3] = bad
         for param, grad in zip(net.parameters(), grads, strict=True):
             param.grad = grad
-        if optimizer is plain:
+        if optimizer is twins.plain:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+    for a, b in zip(twins.nets[0].parameters(), twins.nets[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert [bool(param.isnan().all()) for param in nets[1].parameters()] == [bool(torch.tensor(bad).isnan())] * 8
-
-
-def test_a_clip_of_masters_is_that_of_a_float32_twin() -> None:
-    net, twin = network().bfloat16(), network().bfloat16().float()
-    theirs = offloaded(net, adamw(net), masters=True, max_grad_norm=0.01)
-    plain = adamw(twin)
-    for step in range(4):
-        grads = torch.autograd.grad(loss_of(net, step), list(net.parameters()))
-        for param, its, grad in zip(net.parameters(), twin.parameters(), grads, strict=True):
-            param.grad, its.grad = grad, grad.float()
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.01)
-        for optimizer in (theirs, plain):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_bitwise(
-        [state["master"] for _, state in sorted(theirs.state_dict()["state"].items())], list(twin.parameters())
-    )
+    assert [bool(p.isnan().all()) for p in twins.nets[1].parameters()] == [bool(torch.tensor(bad).isnan())] * 8
 
 
 class InParts(torch.optim.SGD):
@@ -206,51 +156,32 @@ def test_an_optimizer_that_steps_in_parts_by_itself() -> None:
     plain, other = (kind(net.parameters(), lr=0.1) for kind, net in zip((torch.optim.SGD, InParts), nets, strict=True))
     theirs = offloaded(nets[1], other, max_grad_norm=0.01)
     for step in range(3):
-        backward_clip_and_step(plain, loss_of(nets[0], step))
+        clipped_step(torch.amp.GradScaler("cpu", enabled=False), plain, loss_of(nets[0], step))
         train(nets[1], theirs, range(step, step + 1))
-    assert_equal(*nets)
-
-
-def test_a_step_that_was_refused_keeps_the_scale() -> None:
-    """GradScaler keeps its scale on an optimizer whose step raises, and multiplies the next one by it."""
-    nets = network(), network()
-    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in nets]
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), scaler=scalers[1])
-    scalers[1].scale(loss_of(nets[1], 0)).backward()
-    theirs.param_groups[0]["lr"] = -1.0
-    with pytest.raises(ValueError, match=r"lr=-1.0 is out of range"):
-        theirs.step()
-    theirs.param_groups[0]["lr"] = 0.1
-    theirs.step()
-    scaled_step(scalers[0], plain, loss_of(nets[0], 0))
     assert_equal(*nets)
 
 
 # ---- scalers --------------------------------------------------------------------------------------------------------
 
+SCALERS: dict[str, Callable[[], Any]] = {
+    "LossScaler": lambda: LossScaler(WindowScale(init_scale=1024.0, growth_interval=2)),
+    "GradScaler": lambda: torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+}
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("make", [lamb, adamw])
-@pytest.mark.parametrize("ours", [True, False], ids=["LossScaler", "GradScaler"])
-def test_scalers(ours: bool, make: Make, overlap: Overlap) -> None:
+
+@with_every_overlap
+@pytest.mark.parametrize("make", [lamb, clipping_lamb, adamw])
+@pytest.mark.parametrize("name", SCALERS)
+def test_scalers(name: str, make: Make, overlap: Overlap) -> None:
     """The third batch overflows: the step is skipped, and the scale falls."""
-    nets = network(), network()
-    scalers: list[Any] = [
-        LossScaler(WindowScale(init_scale=1024.0, growth_interval=2))
-        if ours
-        else torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for _ in nets
-    ]
-    plain, other = (make(net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap, scaler=scalers[1])
+    scalers = [SCALERS[name]() for _ in "12"]
+    twins = Twins(make, overlap=overlap, scaler=scalers[1])
     for step in range(6):
-        for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
+        for (net, optimizer), scaler in zip(twins, scalers, strict=True):
             scaled_step(scaler, optimizer, loss_of(net, step) * (torch.inf if step == 2 else 1.0))
-    theirs.synchronize()
-    assert_equal(*nets)
+    twins.assert_equal()
     assert scalers[0].get_scale() == scalers[1].get_scale()
-    steps = {int(state["step"]) for state in theirs.state.values()}
-    assert steps == {5}
+    assert {int(state["step"]) for state in twins.offloaded.state.values()} == {5}
 
 
 def test_a_scaler_where_new_tensors_are_float64() -> None:
@@ -264,21 +195,10 @@ def test_a_scaler_where_new_tensors_are_float64() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_scaler_with_a_clip() -> None:
-    nets = network(), network()
-    scalers = [LossScaler(FixedScale(1024.0)) for _ in nets]
-    plain, other = (lamb(net, max_grad_norm=0.01) for net in nets)
-    theirs = offloaded(nets[1], other, scaler=scalers[1])
-    for step in range(4):
-        for net, optimizer, scaler in zip(nets, (plain, theirs), scalers, strict=True):
-            scaled_step(scaler, optimizer, loss_of(net, step))
-    assert_equal(*nets)
-
-
-@pytest.mark.parametrize("scaler", [LossScaler(), torch.amp.GradScaler("cpu")], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("make", [lamb, adamw])
-def test_a_scaler_that_was_not_passed(make: Make, scaler: Any) -> None:
-    net = network()
+@pytest.mark.parametrize("name", SCALERS)
+@with_both_makes
+def test_a_scaler_that_was_not_passed(make: Make, name: str) -> None:
+    net, scaler = network(), SCALERS[name]()
     optimizer = offloaded(net, make(net))
     before = [param.clone() for param in net.parameters()]
     scaler.scale(loss_of(net, 0)).backward()
@@ -287,69 +207,38 @@ def test_a_scaler_that_was_not_passed(make: Make, scaler: Any) -> None:
     assert_bitwise(list(net.parameters()), before)
 
 
-def test_a_scaler_that_is_off() -> None:
-    net = network()
-    scaler = LossScaler(enabled=False)
-    optimizer = offloaded(net, lamb(net), scaler=scaler)
-    scaler.scale(loss_of(net, 0)).backward()
-    scaler.step(optimizer)
-    assert int(optimizer.state[net[0].weight]["step"]) == 1
-
-
 # ---- groups, schedules, hooks, reports ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@with_every_overlap
 def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
-    nets = network(), network()
-    plain, other = (in_groups(kind, net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
+    twins = Twins(lambda net: in_groups(kind, net), overlap=overlap)
     for step in range(6):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            if step == 3:
+        if step == 3:
+            for _, optimizer in twins:
                 optimizer.param_groups[0]["lr"] = 0.005
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        theirs.synchronize()
-        assert [g["lr"] for g in theirs.param_groups] == [g["lr"] for g in plain.param_groups]
-        assert [g["schedule_step"] for g in theirs.param_groups] == [step + 1] * 2
-    assert_equal(*nets)
-    assert sorted(theirs.telemetry().names) == sorted(plain.telemetry().names)
-    assert theirs.explain().startswith(plain.explain())
+        twins.train(range(step, step + 1))
+        twins.offloaded.synchronize()
+        assert [g["lr"] for g in twins.offloaded.param_groups] == [g["lr"] for g in twins.plain.param_groups]
+        assert [g["schedule_step"] for g in twins.offloaded.param_groups] == [step + 1] * 2
+    twins.assert_equal()
+    assert sorted(twins.offloaded.telemetry().names) == sorted(twins.plain.telemetry().names)
+    assert twins.offloaded.explain().startswith(twins.plain.explain())
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("make", [lamb, adamw])
+@with_every_overlap
+@pytest.mark.parametrize("make", [lamb, lamb_with_a_tensor, adamw])
 def test_schedulers_of_torch(make: Make, overlap: Overlap, recwarn: pytest.WarningsRecorder) -> None:
     """OneCycleLR writes betas, too, and a tensor as lr is written in place."""
-    nets = network(), network()
-    plain, other = (make(net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
-    both = [[StepLR(o, 2), OneCycleLR(o, 0.2, total_steps=8)] for o in (plain, theirs)]
+    twins = Twins(make, overlap=overlap)
+    both = [[StepLR(o, 2), OneCycleLR(o, 0.2, total_steps=8)] for _, o in twins]
     for step in range(6):
-        for net, optimizer, schedulers in zip(nets, (plain, theirs), both, strict=True):
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for (net, optimizer), schedulers in zip(twins, both, strict=True):
+            train(net, optimizer, range(step, step + 1))
             for scheduler in schedulers:
                 scheduler.step()
-    theirs.synchronize()
-    assert_equal(*nets)
+    twins.assert_equal()
     assert [str(w.message) for w in recwarn if "before `optimizer.step()`" in str(w.message)] == []
-
-
-def test_a_tensor_as_learning_rate() -> None:
-    nets = network(), network()
-    plain, other = (lamb(net, lr=torch.tensor(0.1)) for net in nets)
-    theirs = offloaded(nets[1], other)
-    for step in range(3):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
-            optimizer.param_groups[0]["lr"].fill_(0.1 / (step + 1))
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(*nets)
 
 
 def test_hooks_of_the_optimizer_run_once() -> None:
@@ -358,18 +247,16 @@ def test_hooks_of_the_optimizer_run_once() -> None:
     inner.register_step_pre_hook(lambda *_: said.append("before"))
     optimizer = offloaded(net, inner)
     optimizer.register_step_post_hook(lambda *_: said.append("after"))
-    for step in range(2):
-        loss_of(net, step).backward()
-        optimizer.step()
+    train(net, optimizer, range(2))
     assert said == ["before", "after"] * 2
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@with_every_overlap
 @pytest.mark.parametrize("first", [False, True], ids=["plain-first", "offloaded-first"])
-@pytest.mark.parametrize("make", [lamb, adamw])
+@with_both_makes
 def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap: Overlap) -> None:
     """A run continues from a checkpoint of the other kind; the model is loaded first or last."""
     whole, nets = network(), (network(), network())
@@ -396,21 +283,18 @@ def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap
             assert torch.equal(torch.as_tensor(ours["state"][key][name]), torch.as_tensor(value))
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("make", [lamb, adamw])
+@with_every_overlap
+@with_both_makes
 def test_a_checkpoint_loaded_between_backward_and_step_keeps_the_gradients(make: Make, overlap: Overlap) -> None:
-    nets = network(), network()
-    plain, other = (make(net) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
+    twins = Twins(make, overlap=overlap)
+    for net, optimizer in twins:
         train(net, optimizer, range(2))
         saved = saved_and_loaded(optimizer.state_dict())
         train(net, optimizer, range(2, 3))
         loss_of(net, 3).backward()
         optimizer.load_state_dict(saved)
         optimizer.step()
-    theirs.synchronize()
-    assert_equal(*nets)
+    twins.assert_equal()
 
 
 def test_an_optimizer_that_has_state_already() -> None:
@@ -424,8 +308,8 @@ def test_an_optimizer_that_has_state_already() -> None:
     assert_equal(net, whole)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("make", [lamb, adamw])
+@with_every_overlap
+@with_both_makes
 def test_distributed_checkpoints(make: Make, overlap: Overlap) -> None:
     whole, nets = network(), (network(), network())
     reference = make(whole)
@@ -443,24 +327,20 @@ def test_distributed_checkpoints(make: Make, overlap: Overlap) -> None:
 # ---- written weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@with_every_overlap
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "master"])
 def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Overlap) -> None:
-    nets = network().bfloat16(), network().bfloat16()
-    plain, other = (lamb(net, weight_rounding=rounding) for net in nets)
-    theirs = offloaded(nets[1], other, overlap=overlap)
+    twins = Twins(lambda net: lamb(net, weight_rounding=rounding), lambda: network().bfloat16(), overlap=overlap)
     for step in range(5):
-        for net, optimizer in zip(nets, (plain, theirs), strict=True):
+        for net, optimizer in twins:
+            twins.offloaded.synchronize()
             if step == 2:
-                theirs.synchronize()
                 with torch.no_grad():
                     net[0].weight.mul_(0.5)
             if step == 3:
-                theirs.synchronize()
                 net[3].bias.data.fill_(0.25)
-                theirs.read_weights()
+                twins.offloaded.read_weights()
             if step == 4:
-                theirs.synchronize()
                 net[3].weight.data = net[3].weight * 0.5
             loss_of(net, step).backward()
             if step == 4:  # between backward and step
@@ -468,5 +348,4 @@ def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Ov
                     net[5].weight.clamp_(-0.01, 0.01)
             optimizer.step()
             optimizer.zero_grad()
-    theirs.synchronize()
-    assert_equal(*nets)
+    twins.assert_equal()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
-from tests.support.cases import allow_gradients_of
-from tests.support.offloading import OVERLAPS, Give, Overlap, loss_of, network, offloaded
+from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded, train
 from tests.support.slow_copies import SlowCopies
 
 
@@ -73,9 +72,7 @@ def test_slabs_are_made_at_once(overlap: Overlap) -> None:
     assert len(made) <= 5
     size = sum(param.nbytes for param in net.parameters())
     assert sum(made) < 2.5 * size  # weights and gradients
-    for step in range(3):
-        loss_of(net, step).backward()
-        optimizer.step()
+    train(net, optimizer, range(3))
     assert copies.pinned_bytes == made
 
 
@@ -86,9 +83,7 @@ def test_slabs_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(copies.pinned_bytes) == 25_216  # one tensor, with the bytes up to the next cache line
     assert sorted(copies.pinned_bytes)[-3] <= 4096
     assert len(copies.pinned_bytes) > 4
-    for step in range(2):
-        loss_of(net, step).backward()
-        optimizer.step()
+    train(net, optimizer, range(2))
 
 
 def test_weights_and_gradients_have_one_copy_and_one_address() -> None:
@@ -102,31 +97,6 @@ def test_weights_and_gradients_have_one_copy_and_one_address() -> None:
         assert [param.grad for param in hosts] == [None] * len(hosts)
     assert [param.data_ptr() for param in hosts] == addresses
     assert not set(addresses) & {param.data_ptr() for param in net.parameters()}
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_order_of_elements_is_kept(layout: torch.memory_format) -> None:
-    weight = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=layout))
-    model = nn.ParameterList([weight])
-    optimizer = offloaded(model, Lamb([weight], lr=0.1))
-    [host] = optimizer.optimizer.param_groups[0]["params"]
-    assert host.stride() == weight.stride()
-    Give.apply(weight, torch.randn_like(weight)).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    assert torch.equal(host, weight)
-
-
-def test_gradients_that_are_wider_than_their_parameters() -> None:
-    weight = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    allow_gradients_of(weight, torch.float32)
-    model = nn.ParameterList([weight])
-    optimizer = offloaded(model, Lamb([weight], lr=0.1, adam=True), bucket_mb=1e-4)
-    with optimizer.accumulate():
-        Give.apply(weight, torch.full((1000,), 1.0)).backward()  # type: ignore[no-untyped-call]
-    Give.apply(weight, torch.full((1000,), 1.0)).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    assert weight.eq(weight[0]).all()
-    assert weight[0] < 0
 
 
 def test_gradients_are_freed_when_forgotten() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bighorn import Lamb
-from tests.support.offloading import OVERLAPS, Overlap, assert_equal, network, offloaded, train
+from tests.support.offloading import OVERLAPS, Overlap, Twins, network, train
 from tests.support.processes import FORKS, LIMIT
 
 
@@ -52,26 +52,20 @@ def test_a_fork_refuses_to_step(overlap: Overlap) -> None:
 
 def refuse_to_step_in_a_fork(overlap: Overlap) -> None:
     """A fork has no stepping thread, and would wait for it forever."""
-    nets = network(), network()
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap=overlap)
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        train(net, optimizer, range(2))
-    step, state_dict, reads, close = in_a_fork(
-        [theirs.step, theirs.state_dict, nets[1][0].state_dict, theirs._worker.close]
-    )
+    twins = Twins(lamb, overlap=overlap)
+    theirs = twins.offloaded
+    calls = [theirs.step, theirs.state_dict, twins.nets[1][0].state_dict, theirs._worker.close]
+    twins.train(range(2))
+    step, state_dict, reads, close = in_a_fork(calls)
     for said in [step, state_dict, *([reads] if overlap == "forward" else [])]:
         assert "and this fork has no thread that steps: make model and optimizer in the process that trains" in said
     assert close == "nothing"
     theirs.synchronize()
-    step, state_dict, reads, close = in_a_fork(
-        [theirs.step, theirs.state_dict, nets[1][0].state_dict, theirs._worker.close]
-    )
+    step, state_dict, reads, close = in_a_fork(calls)
     assert "this fork has no thread" in step
     assert {state_dict, reads, close} == {"nothing"}
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        train(net, optimizer, range(2, 4))
-    theirs.synchronize()
-    assert_equal(nets[1], nets[0])
+    twins.train(range(2, 4))
+    twins.assert_equal()
 
 
 def trained_elsewhere(net: nn.Module, found: Any) -> None:
@@ -86,20 +80,14 @@ def trained_elsewhere(net: nn.Module, found: Any) -> None:
 
 def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
     """Arguments are pickled as for a spawned process, which moves CPU weights to shared memory."""
-    nets = network(), network()
-    plain, theirs = lamb(nets[0]), offloaded(nets[1], lamb(nets[1]), overlap="forward")
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        train(net, optimizer, range(2))
-    with pytest.raises(TypeError, match="can be neither pickled nor copied"):
-        FORKS.Process(target=trained_elsewhere, args=(theirs, None)).start()
-    theirs.synchronize()
+    twins = Twins(lamb, overlap="forward")
+    twins.train(range(2))
+    twins.offloaded.synchronize()
     found = FORKS.SimpleQueue()
-    child = FORKS.Process(target=trained_elsewhere, args=(nets[1], found))
+    child = FORKS.Process(target=trained_elsewhere, args=(twins.nets[1], found))
     child.start()
     assert found.get() == [True] * 8
     child.join()
     assert child.exitcode == 0
-    for net, optimizer in zip(nets, (plain, theirs), strict=True):
-        train(net, optimizer, range(2, 4))
-    theirs.synchronize()
-    assert_equal(nets[1], nets[0])
+    twins.train(range(2, 4))
+    twins.assert_equal()

@@ -13,45 +13,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Came, Lamb, offload, release_gradients
-from tests.support.offloading import loss_of, network, offloaded
+from tests.support.offloading import Make, loss_of, network, offloaded, train
 from tests.support.processes import group_of_one
 from tests.support.slow_copies import SlowCopies
+from tests.support.tables import for_every
 
 
 def lamb(net: nn.Module, **options: Any) -> Lamb:
     return Lamb(net.named_parameters(), lr=0.1, **options)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
+@for_every(
+    ("error", "wrong", "message"),
     [
-        ({"model": "net"}, "model must be a torch.nn.Module, not str"),
-        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, not int"),
-        ({"scaler": 1024}, "scaler must be a torch.amp.GradScaler or a LossScaler, not int"),
-        ({"bucket_mb": "large"}, "bucket_mb must be a number, not 'large'"),
-        ({"max_grad_norm": True}, "max_grad_norm must be a number, not True"),
+        (TypeError, {"model": "net"}, "model must be a torch.nn.Module, not str"),
+        (TypeError, {"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, not int"),
+        (TypeError, {"scaler": 1024}, "scaler must be a torch.amp.GradScaler or a LossScaler, not int"),
+        (TypeError, {"bucket_mb": "large"}, "bucket_mb must be a number, not 'large'"),
+        (TypeError, {"masters": "float32"}, "masters must be True or False, not 'float32'"),
+        (ValueError, {"overlap": "backward"}, "overlap='backward' is not known: use 'copies', 'forward'"),
+        (ValueError, {"bucket_mb": 0}, "bucket_mb=0 is out of range: it must be"),
+        (ValueError, {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is out of range"),
+        (ValueError, {"max_grad_norm": 1.0}, "max_grad_norm is an option of Lamb itself: give it to the optimizer"),
+        (ValueError, {"copies": None}, "the parameters are on cpu, so there is nothing to offload: move"),
     ],
 )
-def test_wrong_types(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(error: type[Exception], wrong: dict[str, Any], message: str) -> None:
     net = network()
-    with pytest.raises(TypeError, match=message):
-        offload(**{"model": net, "optimizer": lamb(net), "copies": SlowCopies(), **wrong})
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"overlap": "all"}, "overlap='all' is not known: use 'copies', 'forward'"),
-        ({"overlap": "backward"}, "overlap='backward' is not known: use 'copies', 'forward'"),
-        ({"bucket_mb": 0}, "bucket_mb=0 is out of range: it must be"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is out of range: it must be a finite number above 0, or None"),
-        ({"max_grad_norm": 1.0}, "max_grad_norm is an option of Lamb itself: give it to the optimizer"),
-        ({"copies": None}, r"the parameters are on cpu, so there is nothing to offload: move the model to its device"),
-    ],
-)
-def test_wrong_options(wrong: dict[str, Any], message: str) -> None:
-    net = network()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         offload(**{"model": net, "optimizer": lamb(net), "copies": SlowCopies(), **wrong})
 
 
@@ -60,47 +49,46 @@ class Whole(torch.optim.SGD):
         return super().step(closure)
 
 
-Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
-
-
-def frozen_sparse() -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = nn.Sequential(nn.Embedding(3, 4, sparse=True))
-    return net, torch.optim.SGD(net.parameters())
-
-
-def released() -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = network()
+def released(net: nn.Module) -> Lamb:
     optimizer = lamb(net)
     release_gradients(net, optimizer)
-    return net, optimizer
+    return optimizer
 
 
-def of(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Build:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        net = network()
-        return net, make(net)
-
-    return build
+def stepped(net: nn.Module) -> Lamb:
+    optimizer = lamb(net)
+    train(net, optimizer, range(1))
+    return optimizer
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
+@for_every(
+    ("make", "options", "message"),
     [
-        (of(lambda net: torch.optim.LBFGS(net.parameters())), {}, "cannot step a part of its parameters"),
-        (of(lambda net: Whole(net.parameters())), {}, r"its step\(\) is not one of torch.optim"),
-        (of(lambda net: torch.optim.Adam(net.parameters(), capturable=True)), {}, "capturable=True"),
-        (of(lambda _: lamb(network())), {}, "holds none of the model's parameters"),
-        (frozen_sparse, {}, "0 has sparse gradients: make it with sparse=False"),
+        (lambda net: torch.optim.LBFGS(net.parameters()), {}, "cannot step a part of its parameters"),
+        (lambda net: Whole(net.parameters()), {}, r"its step\(\) is not one of torch.optim"),
+        (lambda net: torch.optim.Adam(net.parameters(), capturable=True), {}, "capturable=True"),
+        (lambda _: lamb(network()), {}, "holds none of the model's parameters"),
         (released, {}, "has a hook for its gradient already"),
+        (lambda net: offloaded(net, lamb(net)), {}, "was offloaded already"),
+        (lambda net: lamb(net.half(), weight_rounding="kahan"), {"masters": True}, "leave weight_rounding out"),
+        (stepped, {"masters": True}, "is for an optimizer without state"),
     ],
 )
-def test_what_is_not_supported(build: Build, options: dict[str, Any], message: str) -> None:
-    net, optimizer = build()
-    groups, hooks = [dict(group) for group in optimizer.param_groups], optimizer._optimizer_step_pre_hooks
+def test_what_is_not_supported(make: Make, options: dict[str, Any], message: str) -> None:
+    net = network()
+    optimizer = make(net)
+    params = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    hooks = list(optimizer._optimizer_step_pre_hooks)
     with pytest.raises(ValueError, match=message):
         offload(net, optimizer, copies=SlowCopies(), **options)
-    assert [id(p) for g in optimizer.param_groups for p in g["params"]] == [id(p) for g in groups for p in g["params"]]
-    assert not hooks
+    assert [id(param) for group in optimizer.param_groups for param in group["params"]] == params
+    assert list(optimizer._optimizer_step_pre_hooks) == hooks
+
+
+def test_sparse_gradients() -> None:
+    net = nn.Sequential(nn.Embedding(3, 4, sparse=True))
+    with pytest.raises(ValueError, match="0 has sparse gradients: make it with sparse=False"):
+        offload(net, torch.optim.SGD(net.parameters()), copies=SlowCopies())
 
 
 def test_ddp_is_refused() -> None:
@@ -109,15 +97,6 @@ def test_ddp_is_refused() -> None:
         with pytest.raises(ValueError, match=r"DistributedDataParallel averages gradients after .* use fully_shard"):
             offload(net, lamb(net), copies=SlowCopies())
         del net
-
-
-def test_a_second_offload() -> None:
-    net = network()
-    optimizer = offloaded(net, lamb(net))
-    with pytest.raises(ValueError, match="was offloaded already"):
-        offload(net, optimizer, copies=SlowCopies())
-    with pytest.raises(ValueError, match="has a hook for its gradient already"):
-        offload(net, lamb(net), copies=SlowCopies())
 
 
 def test_a_step_of_the_inner_optimizer() -> None:

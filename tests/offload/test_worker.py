@@ -17,15 +17,11 @@ from tests.support.offloading import network, offloaded
 CPU = torch.device("cpu")
 
 
-def test_a_process_of_its_own_takes_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BIGHORN_NUM_THREADS", raising=False)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert team() == (cores(), f"all {cores()} cores")
-
-
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torchrun gives each process one torch thread, and sets the number of processes on the machine."""
     monkeypatch.delenv("BIGHORN_NUM_THREADS", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert team() == (cores(), f"all {cores()} cores")
     monkeypatch.setattr("bighorn.offloading.worker.cores", lambda: 48)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert team() == (6, "a share of 48 cores for each of 8 processes")

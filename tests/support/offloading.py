@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -96,3 +96,30 @@ def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     options.setdefault("copies", SlowCopies(seed=zlib.crc32(repr(sorted(map(str, options.items()))).encode())))
     options.setdefault("bucket_mb", SMALL_BUCKET)
     return offload(model, optimizer, **options)
+
+
+class Twins:
+    """Two equal models: one has an optimizer, the other the same optimizer offloaded.
+
+    Args:
+        make: Returns an optimizer of a model.
+        build: Returns a model, each time with the same weights.
+        options: Options of `offload`.
+    """
+
+    def __init__(self, make: Make, build: Callable[[], Any] = network, **options: Any) -> None:
+        self.nets = build(), build()
+        self.plain: Any = make(self.nets[0])
+        self.offloaded = offloaded(self.nets[1], make(self.nets[1]), **options)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Return each model with its optimizer, the plain one first."""
+        return iter(zip(self.nets, (self.plain, self.offloaded), strict=True))
+
+    def train(self, steps: range) -> None:
+        for net, optimizer in self:
+            train(net, optimizer, steps)
+
+    def assert_equal(self) -> None:
+        self.offloaded.synchronize()
+        assert_equal(*self.nets)

@@ -1,4 +1,4 @@
-"""LAMB and CAME inside of DeepSpeed's ZeRO, on several ranks."""
+"""LAMB and CAME inside of DeepSpeed, with its ZeRO and without, on several ranks: docs/with-deepspeed.md."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from bighorn import Came, Lamb
 from tests.support.cases import Optimizer
 from tests.support.ranks import ranks
 from tests.support.sharded_runs import assert_close
+from tests.support.trainer_model import EXCLUDED, INPUTS, INSTALL, LABELS, Net, assert_same, by_hand
 
 if find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install deepspeed", allow_module_level=True)
@@ -132,7 +133,7 @@ def go(trained: Any, steps: Sequence[int]) -> None:
         trained.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("make", [lamb, came])
 @ranks(2, 4)
 def test_equals_one_process(stage: int, make: Make) -> None:
@@ -152,11 +153,12 @@ def test_equals_one_process(stage: int, make: Make) -> None:
     for (name, p), q, start in zip(ours.named_parameters(), theirs.parameters(), Vit().parameters(), strict=True):
         assert_close(p, q, 1e-6, name)
         assert p.equal(start) == name.startswith("frozen"), name
-    told, expected = vars(trained.optimizer.optimizer.telemetry()), vars(alone.telemetry())
+    inner = trained.optimizer.optimizer if stage else trained.optimizer
+    told, expected = vars(inner.telemetry()), vars(alone.telemetry())
     assert told.pop("names") == expected.pop("names")
     for name, values in expected.items():
         assert_close(told[name], values, 1e-4, name)
-    assert "group 5" in trained.optimizer.optimizer.explain()
+    assert "group 5" in inner.explain()
 
 
 def masters(net: nn.Module) -> dict[str, Tensor]:
@@ -277,7 +279,7 @@ def resumes(stage: int, precision: Mapping[str, Any], make: Make, folder: Path) 
 
 @pytest.mark.parametrize(
     ("stage", "precision", "make"),
-    [(2, {}, lamb), (1, GROWING, lamb), (1, {}, came), (2, GROWING, came)],
+    [(0, {}, lamb), (2, {}, lamb), (1, GROWING, lamb), (1, {}, came), (2, GROWING, came)],
 )
 def test_resumes(stage: int, precision: Mapping[str, Any], make: Make, tmp_path: Path) -> None:
     resumes(stage, precision, make, tmp_path)
@@ -409,3 +411,49 @@ def test_zero_3_is_refused() -> None:
     net = Two()
     with pytest.raises(ValueError, match=r"(?s)ZeRO-3.*use ZeRO 1 or 2"):
         go(engine(net, 3, named(net)), [0])
+
+
+@ranks(1)
+def test_the_trainer_of_transformers(folder: Path) -> None:
+    """docs/with-transformers.md: it takes an optimizer's class, and drops an optimizer."""
+    transformers = pytest.importorskip("transformers", reason=INSTALL)
+    data = [{"inputs": inputs, "labels": label} for inputs, label in zip(INPUTS, LABELS, strict=True)]
+    deepspeed()
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+
+    class InOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(data)
+
+    def trained(net: Net, **optimizer: Any) -> Any:
+        config = {
+            **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+        }
+        arguments = transformers.TrainingArguments(
+            str(folder),
+            use_cpu=True,
+            deepspeed=config,
+            per_device_train_batch_size=2,
+            num_train_epochs=1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5,
+            weight_decay=0.1,
+            save_strategy="no",
+            report_to=[],
+        )
+        trainer = InOrder(model=net, args=arguments, train_dataset=data, **optimizer)
+        trainer.train()
+        return trainer
+
+    for kind, own in ((Lamb, {"exclude_from_layer_adaptation": EXCLUDED}), (Came, {})):
+        net = Net()
+        made = trained(net, optimizer_cls_and_kwargs=(kind, {"lr": 0.05, "names": net, **own}))
+        assert type(made.optimizer.optimizer.optimizer) is kind
+        options: Any = {"lr": 0.05, "weight_decay": 0.1, "exclude_from_weight_decay": EXCLUDED, **own}
+        assert_same(made.model, by_hand(lambda net: kind(net.named_parameters(), **options), clip=0.5))  # noqa: B023
+    net = Net()
+    dropped = trained(net, optimizers=(Lamb(net.named_parameters(), lr=0.05), None))
+    assert type(dropped.optimizer.optimizer.optimizer) is torch.optim.AdamW

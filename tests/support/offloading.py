@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from bighorn import groups, offload, schedules
 from bighorn.offloading import OffloadedOptimizer
 from tests.support.cases import Kind, allow_gradients_of
 from tests.support.optimizer_runs import assert_bitwise
+from tests.support.sharded_runs import full
 from tests.support.slow_copies import SlowCopies
 
 Overlap = Literal["copies", "forward"]
@@ -49,9 +50,9 @@ def backward_with(params: Sequence[Parameter], grads: Sequence[Tensor | None]) -
 
 
 def network() -> Any:
-    """Return a Sequential; torch types its elements as plain modules."""
+    """Return a Sequential, whose elements torch types as plain modules; two ranks cannot share it evenly."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.LayerNorm(70), nn.Linear(70, 90), nn.Tanh(), nn.Linear(90, 3))
+    return nn.Sequential(nn.Linear(9, 71), nn.Tanh(), nn.LayerNorm(71), nn.Linear(71, 90), nn.Tanh(), nn.Linear(90, 3))
 
 
 def loss_of(net: nn.Module, step: int) -> Any:
@@ -61,7 +62,7 @@ def loss_of(net: nn.Module, step: int) -> Any:
     return net(inputs).square().mean()
 
 
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
     """Train with a loss for each step."""
     for step in steps:
         loss_of(net, step).backward()
@@ -71,7 +72,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
 
 def assert_equal(net: nn.Module, other: nn.Module) -> None:
     """Check that two models have the same weights, bit for bit."""
-    assert_bitwise(list(net.parameters()), list(other.parameters()))
+    assert_bitwise([full(param) for param in net.parameters()], [full(param) for param in other.parameters()])
 
 
 def in_groups(kind: Kind, net: nn.Module) -> Any:
@@ -116,7 +117,7 @@ class Twins:
         """Return each model with its optimizer, the plain one first."""
         return iter(zip(self.nets, (self.plain, self.offloaded), strict=True))
 
-    def train(self, steps: range) -> None:
+    def train(self, steps: Iterable[int]) -> None:
         for net, optimizer in self:
             train(net, optimizer, steps)
 

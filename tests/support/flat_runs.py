@@ -28,6 +28,9 @@ from tests.support.sharded_runs import (
 PADDING = 5
 """Elements after the last parameter of a buffer."""
 
+OVERFLOWS = 1
+"""The step whose gradient of one element overflows, in runs that skip such steps."""
+
 Pairs = Sequence[tuple[str, Tensor]]
 Held = Sequence[Sequence[Fragment]]
 Layout = Callable[[Pairs], Held]
@@ -156,9 +159,11 @@ def flattened(bag: Bag, layout: Layout, run: Run, **more: Any) -> tuple[list[Fla
 
 
 def advance(bag: Bag, flats: Sequence[Flat], optimizers: Sequence[Optimizer], steps: range, run: Run) -> None:
-    """Step a whole model and its flat tensors with the same gradients."""
+    """Step a whole model and its flat tensors with the same gradients; one overflows if the run skips such steps."""
     for step in steps:
         grads = dict(zip(dict(bag.named_parameters()), gradients(bag, step, run.dtype), strict=True))
+        if run.options.get("skip_nonfinite") and step == OVERFLOWS:
+            grads["few"].fill_(torch.inf)
         for name, p in bag.named_parameters():
             p.grad = grads[name]
         for flat in flats:
@@ -187,7 +192,11 @@ RUNS: Mapping[str, Run] = {
     "cpu-bfloat16-state": Run(
         Lamb, {"state_dtype": torch.bfloat16}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),
-    "lars": Run(Lars, {"trust_coefficient": 0.3, "max_grad_norm": 0.5, "denominator": "joint"}, compares_state=True),
+    "lars": Run(
+        Lars,
+        {"trust_coefficient": 0.3, "max_grad_norm": 0.5, "denominator": "joint", "skip_nonfinite": True},
+        compares_state=True,
+    ),
     "lars-cpu": Run(
         Lars, {"trust_coefficient": 0.3, "nesterov": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
     ),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
-from bighorn.deferred import DeferredScalar
 from tests.support import overlap_runs
 from tests.support.processes import group_of_one
 
@@ -122,23 +121,6 @@ def test_gradients_are_there_again_whatever_happens() -> None:
     assert all(p.grad is grad for p, grad in zip(ddp.parameters(), grads, strict=True))
 
 
-def test_schedules_of_the_optimizer_move_once_a_step() -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
-    asked: list[int] = []
-
-    def schedule(step: int) -> float:
-        asked.append(step)
-        return 0.1
-
-    overlap = TailOverlap(ddp, Lamb(ddp.parameters(), lr=schedule))
-    asked.clear()
-    for step in range(4):
-        overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step)))
-        overlap.step()
-        overlap.zero_grad()
-    assert asked == [0, 1, 2, 3]
-
-
 def test_plans_are_kept_however_many_buckets_there_are() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)])
     ddp = overlap_runs.distributed(model, bucket_cap_mb=1e-4)
@@ -217,19 +199,6 @@ def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) 
             overlap.zero_grad()
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_sums_that_have_overflowed_are_an_error_of_the_next_step_alone() -> None:
-    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
-    assert overlap._scaled is not None
-    overlap._scaled.late_before = DeferredScalar(torch.ones(()))
-    backward()
-    with pytest.raises(RuntimeError, match="overflowed as they were summed"):
-        overlap.step()
-    overlap.zero_grad()
-    backward()
-    overlap.step()
-    scaler.update()
 
 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])

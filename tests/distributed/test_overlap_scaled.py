@@ -139,6 +139,9 @@ def test_late_overflow() -> None:
     with raises(RuntimeError, "overflowed as they were summed"):
         overlap.step()
     agree()
+    overlap.zero_grad()
+    backward(scaler.scale(ddp(1.0)))
+    overlap.step()
 
 
 @ranks(2)

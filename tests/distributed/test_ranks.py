@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 import pytest
 import torch
@@ -27,8 +26,6 @@ def ends(how: str) -> None:
         assert rank + 1 == 1
     if how == "skips" and rank:
         pytest.skip("too little memory")
-    if how == "warns":
-        warnings.warn("deprecated", stacklevel=1)
     if how == "exits" and rank:
         os._exit(3)
     if how == "waits" and rank:
@@ -39,7 +36,6 @@ def ends(how: str) -> None:
     ("how", "text"),
     [
         ("fails", r"(?s)^rank 1: .*in ends\n.*assert \(1 \+ 1\) == 1"),
-        ("warns", r"(?s)^rank [01]: .*UserWarning: deprecated.*rank [01]: .*UserWarning: deprecated"),
         ("exits", r"^rank 1: ended with 3"),
         ("waits", r"(?s)^rank 1: waits.*in barrier"),
     ],
@@ -61,10 +57,3 @@ def test_a_skip_of_a_rank_is_a_skip_of_the_test() -> None:
     with pytest.raises(pytest.skip.Exception, match="rank 1: too little memory"):
         ends("skips")
     meet(3)
-
-
-def test_processes_stay() -> None:
-    meet(3)
-    before = support.POOLS[2, support.GLOO]
-    meet(4)
-    assert support.POOLS[2, support.GLOO] is before

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from bighorn import Lamb
+from bighorn import Lamb, schedules
 from bighorn.compat.npu_bridge import (
     ExponentialUpdateLossScaleManager,
     FixedLossScaleManager,
@@ -104,6 +104,7 @@ MAKERS: dict[str, Make] = {
     "unscaling lamb": unscaling,
     "clip": lambda model: Lamb(model.parameters(), **LAMB, max_grad_norm=0.01, skip_nonfinite=True),
     "groups": lambda model: Lamb(groups(model), lr=0.05),
+    "schedule": lambda model: Lamb(model.parameters(), lr=schedules.Cosine(0.05, STEPS)),
     "adamw": lambda model: AdamW(model.parameters(), lr=0.01),
     "fused adamw": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),
     "sgd": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),

@@ -144,8 +144,8 @@ def refuses_to_cut_blocks(layout: str, run: Run) -> None:
 )
 @ranks(world_of)
 def test_collectives(layout: str, came: int, numbers: int) -> None:
-    """Thirty tensors take as many collectives as one, with the bytes of their sums."""
-    for copies in (1, 15):
+    """Six tensors take as many collectives as two, with the bytes of their sums."""
+    for copies in (1, 3):
         shapes = {f"{name}{i}": shape for i in range(copies) for name, shape in (("w", (9, 6)), ("b", (9,)))}
         for kind, options, count, sums in (
             (Lamb, {}, 1, 4),
@@ -161,7 +161,7 @@ def test_collectives(layout: str, came: int, numbers: int) -> None:
             assert cost(optimizer) == (count, 8 * sums * copies + clip), (kind, options, copies, cost(optimizer))
 
 
-@for_every("layout", ["fsdp", "columns", "half-plain", "hybrid", "both-dims", "fsdp-and-tp"])
+@for_every("layout", ["columns", "both-dims", "fsdp-and-tp"])
 @ranks(world_of)
 def test_collectives_of_backends(layout: str) -> None:
     for kind in KINDS:
@@ -189,28 +189,10 @@ def test_process_group() -> None:
         assert_close(p, q, run.tolerance, name)
 
 
-@ranks(2)
-def test_replaced_state() -> None:
-    """Steps continue with replaced state, as after a program moved it to other memory and back."""
-    run, bags = Run(Lamb, {}), (Bag(SHAPES, torch.float64), Bag(SHAPES, torch.float64))
-    for bag, replaces in zip(bags, (False, True), strict=True):
-        fully_shard(bag)
-        optimizer = run.optimizer(bag)
-        advance(bag, optimizer, range(1), run.dtype)
-        for state in optimizer.state.values() if replaces else ():
-            for name in ("exp_avg", "exp_avg_sq"):
-                old = state[name]
-                state[name] = old.clone()
-                old.zero_()
-        advance(bag, optimizer, range(1, 2), run.dtype)
-    for (name, p), q in zip(bags[0].named_parameters(), bags[1].parameters(), strict=True):
-        assert full(p).equal(full(q)), name
-
-
 @for_every(("kind", "backend"), itertools.product(KINDS, BACKENDS))
 @ranks(2)
 def test_changing_storage(kind: Kind, backend: str) -> None:
-    """One plan steps shards although their storage and the strides of gradients change at every step."""
+    """One plan steps shards although their storage and gradients' strides change; replaced state takes another."""
     alone, sharded = Bag(SHAPES, torch.float32), Bag(SHAPES, torch.float32)
     fully_shard(sharded)
     optimizers = [kind(bag.named_parameters(), lr=0.01, weight_decay=0.1, backend=backend) for bag in (alone, sharded)]
@@ -222,6 +204,10 @@ def test_changing_storage(kind: Kind, backend: str) -> None:
                 bag(values).backward()
                 for p in bag.parameters() if bag is sharded else ():
                     p.data = p.data.clone()
+                    if step == 2:
+                        old = optimizer.state[p]["exp_avg"]
+                        optimizer.state[p]["exp_avg"] = old.clone()
+                        old.zero_()
                     if isinstance(p.grad, DTensor) and step % 2:
                         local = p.grad.to_local()
                         order = tuple(reversed(range(local.dim())))
@@ -230,7 +216,7 @@ def test_changing_storage(kind: Kind, backend: str) -> None:
                             local, p.grad.device_mesh, p.grad.placements, shape=p.shape, stride=p.stride()
                         )
                 optimizer.step()
-    assert build.call_count == 2
+    assert build.call_count == 3
     for (name, p), q in zip(sharded.named_parameters(), alone.parameters(), strict=True):
         assert_close(p, q, 1e-5, name)
 

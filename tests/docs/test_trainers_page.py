@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import page
-from tests.integrations.test_same_training import KINDS, LOOPS, by_hand
 from tests.support.tables import for_every
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,13 +24,8 @@ def test_the_rows_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name) for name in names] == list(page.PACKAGES)
     text = page.RESULTS.read_text()
     monkeypatch.setattr(page, "version", lambda _: "any")
-    tested, rest = text.partition(page.BEGIN)[2].partition(page.END)[0].split(page.LOSSES)
-    assert without_versions(tested) == without_versions(page.table()), (
-        "make integrations, or python -m tests.integrations.page"
-    )
-    expected = [sum(by_hand(kind)[-12:]) / 12 for kind in KINDS]
-    for row in rest.splitlines()[: len(LOOPS) + 1]:
-        assert [float(cell) for cell in row.split("|")[2:5]] == pytest.approx(expected, abs=2e-3), row
+    tested = text.partition(page.BEGIN)[2].partition("\nRun on")[0]
+    assert without_versions(tested) == without_versions(page.table()), "python -m tests.integrations.page"
     assert re.search(r"^Run on \d{4}-\d\d-\d\d with torch ", text, re.MULTILINE)
 
 

@@ -1,7 +1,4 @@
-"""The tables of benchmarks/results/trainers.md: `python -m tests.integrations.page` writes them.
-
-`make integrations` does so after the tests have passed.
-"""
+"""The table of benchmarks/results/trainers.md, which `make integrations` writes after its tests have passed."""
 
 from __future__ import annotations
 
@@ -58,36 +55,15 @@ def versions(packages: tuple[str, ...]) -> str:
     return ", ".join(found) or "none"
 
 
-LOSSES = """
-## The same 36 steps
-
-`tests/integrations/test_same_training.py` trains a small network for 3 epochs of 12 steps with each client. timm,
-torchtitan, torchtune, Hydra, NeMo AutoModel and verl build the optimizer for a loop by hand; a run that resumes from
-its `state_dict()` after 18 steps continues with the same bits. The others have a loop of their own, and resume with the
-same bits from their own checkpoints. The table has the mean loss of the last epoch, at a learning rate of 0.01 for all.
-
-| loop | AdamW | Lamb | Came |
-|---|---|---|---|
-"""
-
-
 def table() -> str:
     """Return the table of installed versions."""
     return TESTED + "".join(f"| {name} | {versions(packages)} |\n" for name, packages in PACKAGES.items())
 
 
-def losses() -> str:
-    """Return the table of losses; every row except the loop by hand needs its client."""
-    from tests.integrations.test_same_training import last_epochs
-
-    rows = last_epochs().items()
-    return LOSSES + "".join(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in each)} |\n" for name, each in rows)
-
-
 def results(text: str) -> str:
-    """Return the page of results with new tables and today's date."""
+    """Return the page of results with a new table and today's date."""
     when = datetime.now(timezone.utc).date().isoformat()
-    tables = f"{table()}{losses()}\nRun on {when} with torch {version('torch')}.\n\n"
+    tables = f"{table()}\nRun on {when} with torch {version('torch')}.\n\n"
     return f"{text.partition(BEGIN)[0]}{BEGIN}{tables}{END}{text.partition(END)[2]}"
 
 

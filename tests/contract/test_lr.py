@@ -75,6 +75,7 @@ CHANGES: dict[Kind, dict[str, Any]] = {
         "bias_correction": "lr",
         "trust_ratio_bounds": (0.1, 0.2),
         "decay_mode": "decoupled",
+        "second_moment": "adagrad",
         "stacked": True,
         "grad_averaging": False,
     },

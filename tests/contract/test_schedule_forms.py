@@ -167,11 +167,7 @@ def test_a_torch_scheduler_beside_a_schedule_is_refused() -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, Any, type[Exception], str]] = [
-    ("empty", [], ValueError, "lr.*empty|lr.*at least"),
     ("nan", [0.1, math.nan], ValueError, "lr.*nan"),
-    ("infinity", [0.1, math.inf], ValueError, "lr.*inf"),
-    ("negative", [0.1, -0.1], ValueError, r"lr.*-0\.1"),
-    ("words", ["a"], TypeError, "lr.*'a'"),
     ("endless", itertools.repeat(0.1), ValueError, "lr.*end"),
     ("string", "0.1", TypeError, "lr.*number.*schedule"),
     ("set", {0.1}, TypeError, "lr.*number"),

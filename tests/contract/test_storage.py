@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, kernels
-from tests.support.case_tensors import ZOO, Leaf
-from tests.support.cases import Case, Kind, serving
-from tests.support.optimizer_runs import advance, assert_bitwise, assert_same_everything, backward, copies, model
+from bighorn import Came
+from tests.support.cases import Kind, serving
+from tests.support.optimizer_runs import assert_bitwise, assert_same_everything, backward, model
 
 
 def test_parameters_that_move_onto_each_other_are_refused(kind: Kind, backend: str) -> None:
@@ -71,31 +70,6 @@ def test_what_else_lies_in_the_state_changes_nothing(kind: Kind, backend: str) -
         runs.append((parameters, optimizer))
     assert_bitwise(runs[0][0], runs[1][0])
     assert {"ema", "note"} <= runs[1][1].state[runs[1][0][0]].keys()
-
-
-@pytest.mark.parametrize("backend", kernels.SERVES_RARE, indirect=True)
-@pytest.mark.parametrize(
-    ("before", "after"), [("amsgrad", "adam"), ("amsgrad", "adagrad"), ("adam", "amsgrad"), ("adagrad", "adam")]
-)
-def test_another_second_moment_from_now_on(before: str, after: str, backend: str) -> None:
-    """The previous state is used if it fits; some parameters have none yet."""
-    case = Case("switched", {}, (*ZOO, Leaf("later", (6, 4), grad="late")))
-    parameters = case.parameters()
-    optimizer = case.optimizer(parameters, backend, second_moment=before)
-    advance(case, parameters, optimizer, range(1))
-    others = copies(parameters)
-    state = copy.deepcopy(optimizer.state_dict())
-    for each in state["state"].values():
-        each.pop("max_exp_avg_sq", None)
-        if after == "amsgrad":
-            each["max_exp_avg_sq"] = each["exp_avg_sq"].clone()
-    state["param_groups"][0]["second_moment"] = after
-    other = case.optimizer(others, backend, second_moment=after)
-    other.load_state_dict(state)
-    optimizer.param_groups[0]["second_moment"] = after
-    advance(case, parameters, optimizer, range(1, 3))
-    advance(case, others, other, range(1, 3))
-    assert_bitwise(parameters, others)
 
 
 @pytest.mark.parametrize("stepped", [False, True])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Lars
-from tests.support.case_tensors import arranged
+from tests.support.case_tensors import Layout, arranged
 from tests.support.cases import Kind, Optimizer, serving
 from tests.support.optimizer_runs import assert_same_everything
 
@@ -24,8 +24,11 @@ pytestmark = pytest.mark.long
 SHAPES = ((6, 5, 3, 3), (24, 24), (24, 24), (17,))
 
 
-def apart(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+Arrange = Callable[[list[Tensor]], list[Tensor]]
+
+
+def laid_out(layout: Layout) -> Arrange:
+    return lambda tensors: [arranged(tensor, layout) for tensor in tensors]
 
 
 def in_one_buffer(tensors: list[Tensor]) -> list[Tensor]:
@@ -33,25 +36,13 @@ def in_one_buffer(tensors: list[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def transposed(tensors: list[Tensor]) -> list[Tensor]:
-    return [arranged(tensor, "transposed") if tensor.dim() > 1 else tensor for tensor in tensors]
-
-
-def misaligned(tensors: list[Tensor]) -> list[Tensor]:
-    return [arranged(tensor, "misaligned") for tensor in tensors]
-
-
-def with_gaps(tensors: list[Tensor]) -> list[Tensor]:
-    return [arranged(tensor, "strided") for tensor in tensors]
-
-
-Arrange = Callable[[list[Tensor]], list[Tensor]]
+APART, TRANSPOSED, GAPS = laid_out("plain"), laid_out("transposed"), laid_out("strided")
 
 
 class Storage(NamedTuple):
     """How parameters lie in memory, their dtype, and options of the optimizer and of its first group."""
 
-    arrange: Arrange = apart
+    arrange: Arrange = APART
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = {}  # noqa: RUF012
     of_group: dict[str, Any] = {}  # noqa: RUF012
@@ -60,17 +51,17 @@ class Storage(NamedTuple):
 STORAGES = {
     "plain": Storage(),
     "buffer": Storage(in_one_buffer),
-    "transposed": Storage(transposed),
-    "gaps": Storage(with_gaps),
+    "transposed": Storage(TRANSPOSED),
+    "gaps": Storage(GAPS),
     "float64": Storage(dtype=torch.float64),
     "complex": Storage(dtype=torch.complex64),
     "stacked": Storage(of_group={"stacked": True}),
-    "centred": Storage(transposed, of_group={"grad_centralization": True}),
+    "centred": Storage(TRANSPOSED, of_group={"grad_centralization": True}),
     "int8": Storage(options={"state_dtype": "int8", "min_8bit_size": 0}),
     "int4": Storage(options={"state_dtype": "int4", "min_8bit_size": 0}),
-    "master": Storage(apart, torch.bfloat16, {"weight_rounding": "master"}),
+    "master": Storage(APART, torch.bfloat16, {"weight_rounding": "master"}),
     "kahan": Storage(in_one_buffer, torch.bfloat16, {"weight_rounding": "kahan", "state_dtype": "bfloat16"}),
-    "stochastic": Storage(transposed, torch.bfloat16, {"weight_rounding": "stochastic"}),
+    "stochastic": Storage(TRANSPOSED, torch.bfloat16, {"weight_rounding": "stochastic"}),
 }
 
 
@@ -155,11 +146,11 @@ def frozen(_: Optimizer, params: list[Parameter]) -> None:
 
 
 EVENTS: dict[str, Event] = {
-    "moved": moves(apart),
+    "moved": moves(APART),
     "moved into one buffer": moves(in_one_buffer),
-    "moved and transposed": moves(transposed),
-    "moved apart": moves(with_gaps),
-    "moved by one element": moves(misaligned),
+    "moved and transposed": moves(TRANSPOSED),
+    "moved apart": moves(GAPS),
+    "moved by one element": moves(laid_out("misaligned")),
     **{
         event.__name__.replace("_", " "): event
         for event in (

@@ -56,8 +56,8 @@ class Float8Weight(torch.Tensor):
         return cls(out) if keeps else out
 
 
-def values(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def values(seed: int) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -339,17 +339,6 @@ def test_vectors_of_rates_have_one_length(default: Any, rates: list[Any]) -> Non
     assert Lamb([{"params": named()[:1], "lr": iter([0.3, 0.2])}], [0.1, 0.2]).get_lr() == 0.3
 
 
-def test_centring_as_in_the_shipped_code() -> None:
-    """The line of the page: 2 or more dims, and dim 1 is a multiple of 16."""
-    params = {"wide": Parameter(torch.ones(2, 16)), "narrow": Parameter(torch.ones(2, 15))}
-    optim = Lamb([{"params": [params["wide"]]}, {"params": [params["narrow"]]}], 0.1)
-    optim.param_groups[0]["grad_centralization"] = True
-    optim(tuple(torch.arange(1.0, param.numel() + 1).view_as(param) for param in params.values()))
-    moments = {name: optim.state[param]["exp_avg"].mean(dim=1) for name, param in params.items()}
-    assert moments["wide"].abs().max() < 1e-6
-    assert moments["narrow"].min() > 0.5
-
-
 def test_order_params() -> None:
     first, second, third, *_ = named()
     groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second]}]

@@ -8,7 +8,6 @@ import pickle
 from typing import Any
 
 import pytest
-import torch
 
 from bighorn import schedules
 from bighorn.compat.mindspore import (
@@ -44,22 +43,6 @@ def test_it_is_ours_and_a_value(theirs: schedules.Schedule, ours: schedules.Sche
     assert copy.deepcopy(theirs) == pickle.loads(pickle.dumps(theirs)) == eval(repr(theirs)) == theirs
     assert len({theirs, copy.copy(theirs)}) == 1
     assert theirs.after_warmup(2)(2) == ours(0)
-
-
-@for_every(
-    ("schedule", "printed"),
-    [
-        (ExponentialDecayLR(0.1, 0.9, 4), 0.09486833),
-        (NaturalExpDecayLR(0.1, 0.9, 4, True), 0.1),
-        (InverseDecayLR(0.1, 0.9, 4, True), 0.1),
-        (CosineDecayLR(0.01, 0.1, 4), 0.055),
-        (PolynomialDecayLR(0.1, 0.01, 4, 0.5), 0.07363961),
-        (WarmUpLR(0.1, 2), 0.1),
-    ],
-)
-def test_what_its_documents_print(schedule: schedules.Schedule, printed: float) -> None:
-    """Each example of the documentation computes step 2, given as a tensor."""
-    assert schedule(torch.tensor(2, dtype=torch.int32)) == pytest.approx(printed, abs=1e-8)  # type: ignore[arg-type]
 
 
 POLYNOMIAL = {"learning_rate": 0.1, "end_learning_rate": 0.01, "decay_steps": 4, "power": 0.5}

@@ -225,35 +225,6 @@ def test_an_overflow_on_one_rank() -> None:
     assert all(each["step"] == 3 for each in state.values())
 
 
-@ranks(2)
-def test_trains_as_eva_clip(folder: Path) -> None:
-    """A vision transformer in float16, with dynamic scaling and learning rates by depth, learns and resumes."""
-    precision: Mapping[str, Any] = {
-        "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 8, "hysteresis": 1}
-    }
-    nets = Vit(), Vit()
-    trained, other = (engine(net, 1, **precision) for net in nets)
-    losses = []
-
-    def train(trained: Any, steps: range) -> None:
-        for step in steps:
-            backward(trained, step % 4)
-            trained.step()
-            with torch.no_grad():
-                losses.append(float(trained.module(inputs(0).half())))
-
-    train(trained, range(20))
-    assert trained.skipped_steps > 0
-    trained.save_checkpoint(str(folder), tag="twentieth")
-    train(trained, range(20, 60))
-    assert losses[-1] < 0.5 * losses[0], losses
-    other.load_checkpoint(str(folder), tag="twentieth")
-    train(other, range(20, 60))
-    assert losses[20:60] == losses[60:]
-    assert all(p.equal(q) for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
-    assert other.optimizer.loss_scale == trained.optimizer.loss_scale
-
-
 def large_groups(net: nn.Module) -> Lamb:
     """Return an optimizer whose groups have elements for every rank, which DeepSpeed (0.19) needs to load them."""
     named = [pair for pair in net.named_parameters() if pair[1].requires_grad]
@@ -304,29 +275,6 @@ def test_a_universal_checkpoint_of_other_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=200, env=environment)
     continues_from_a_universal_checkpoint(tmp_path)
-
-
-@ranks(2, 4)
-def test_collectives() -> None:
-    """The optimizer's step of each group has one collective, with two numbers for each parameter."""
-    trained, sent = engine(Vit(), 1), []
-    go(trained, [0])
-    optimizer, all_reduce, step = trained.optimizer.optimizer, dist.all_reduce, trained.optimizer.optimizer.step
-
-    def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    def counted() -> None:
-        dist.all_reduce = watched
-        try:
-            step()
-        finally:
-            dist.all_reduce = all_reduce
-
-    optimizer.step = counted
-    go(trained, [1])
-    assert sent == [16 * len(group["params"]) for group in layerwise(Vit())]
 
 
 class Two(nn.Sequential):

@@ -157,18 +157,6 @@ def test_megatron_saves_lamb_by_ranks() -> None:
     assert all(p.equal(q) for p, q in zip(megatron.model.parameters(), again.model.parameters(), strict=True))
 
 
-@ranks(2, 4)
-@on_the_cpu()
-def test_megatron_loads_no_step_count(folder: Path) -> None:
-    """The other format is refused for this: Megatron cannot load torch's AdamW from it either."""
-    megatron = Megatron(network(torch.float32), LARGE)
-    megatron.step(gradients(megatron.model, 0))
-    file = str(folder / f"adamw-{dist.get_world_size()}.pt")
-    megatron.optimizer.save_parameter_state(file)
-    with torch.no_grad(), pytest.raises(KeyError, match="step"):
-        megatron.optimizer.load_parameter_state(file)
-
-
 @for_every(("kind", "options"), [*EACH, (Lamb, {**LAMB, "second_moment": "amsgrad"})])
 @ranks(2, 4)
 @on_the_cpu()

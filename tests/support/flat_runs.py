@@ -18,8 +18,15 @@ from bighorn import Came, FlatLayout, Fragment, Lamb, Lars
 from tests.support.cases import Optimizer
 from tests.support.sharded_runs import (
     ALONE,
+    AUTO,
     BITWISE,
     CLIPPED,
+    CLIPPED_LARS,
+    CORRECTED,
+    CPU,
+    EPS,
+    SMALL_TRUST,
+    STOCHASTIC,
     Bag,
     Run,
     gradients,
@@ -174,80 +181,38 @@ def advance(bag: Bag, flats: Sequence[Flat], optimizers: Sequence[Optimizer], st
             optimizer.step()
 
 
+FOR_MATRICES: Mapping[str, Any] = {"weight_decay": 0.01, "lr": 0.05}
+CUTS_ROWS = ("zero", "tensor-each")
+
 RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
-    "clip": Run(
-        Lamb,
-        CLIPPED,
-        {"weight_decay": 0.01, "lr": 0.05},
-        steps=5,
-        compares_state=True,
-    ),
+    "clip": Run(Lamb, CLIPPED, FOR_MATRICES, steps=5, compares_state=True),
     "cautious": Run(Lamb, {"cautious": True, "decay_mode": "l2"}),
     "decoupled": Run(Lamb, {"decay_mode": "decoupled", "bias_correction": "lr", "trust_ratio_bounds": (0.0, 1.0)}),
     "foreach": Run(Lamb, {"max_grad_norm": 0.5}, backend="foreach"),
-    "cpu": Run(
-        Lamb, {"max_grad_norm": 0.5}, dtype=torch.float32, backend="cpu", tolerance=1e-5, steps=5, compares_state=True
-    ),
-    "cpu-bfloat16-state": Run(
-        Lamb, {"state_dtype": torch.bfloat16}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
-    "lars": Run(
-        Lars,
-        {"trust_coefficient": 0.3, "max_grad_norm": 0.5, "denominator": "joint", "skip_nonfinite": True},
-        compares_state=True,
-    ),
-    "lars-cpu": Run(
-        Lars, {"trust_coefficient": 0.3, "nesterov": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
+    "cpu": Run(Lamb, {"max_grad_norm": 0.5}, steps=5, compares_state=True, **CPU),
+    "cpu-bfloat16-state": Run(Lamb, {"state_dtype": torch.bfloat16}, **CPU),
+    "lars": Run(Lars, CLIPPED_LARS, compares_state=True),
+    "lars-cpu": Run(Lars, {**SMALL_TRUST, "nesterov": True}, **CPU),
     "came": Run(Came, steps=10, compares_state=True),
     "came-everything": Run(
-        Came,
-        {"scale_parameter": True, "bias_correction": True, "decay_rate": 0.8, "factor": "last_two"},
-        {"weight_decay": 0.01, "lr": 0.05},
-        compares_state=True,
+        Came, {**CORRECTED, "decay_rate": 0.8, "factor": "last_two"}, FOR_MATRICES, compares_state=True
     ),
     "came-clip": Run(
         Came,
         {"max_grad_norm": 0.5, "skip_nonfinite": True, "exclude_from_weight_decay": ["bias", "even"], "maximize": True},
     ),
-    "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, backend="foreach", compares_state=True),
-    "came-auto": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "scale_parameter": True, "max_grad_norm": 1.0},
-        dtype=torch.float32,
-        backend="auto",
-        tolerance=1e-5,
-        compares_state=True,
-    ),
+    "came-foreach": Run(Came, EPS, backend="foreach", compares_state=True),
+    "came-auto": Run(Came, {**EPS, "scale_parameter": True, "max_grad_norm": 1.0}, compares_state=True, **AUTO),
     "came-auto-last-two": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "factor": "last_two", "state_dtype": torch.bfloat16},
-        dtype=torch.float32,
-        backend="auto",
-        tolerance=2e-5,
+        Came, {**EPS, "factor": "last_two", "state_dtype": torch.bfloat16}, **{**AUTO, "tolerance": 2e-5}
     ),
-    "came-auto-float16": Run(
-        Came, {"eps": (1e-3, 1e-3), "state_dtype": torch.float16}, dtype=torch.float32, backend="auto", tolerance=2e-5
-    ),
-    "came-cpu": Run(
-        Came,
-        {"eps": (1e-3, 1e-3)},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-        compares_state=True,
-        not_on=("zero", "tensor-each"),
-    ),
+    "came-auto-float16": Run(Came, {**EPS, "state_dtype": torch.float16}, **{**AUTO, "tolerance": 2e-5}),
+    "came-cpu": Run(Came, EPS, compares_state=True, not_on=CUTS_ROWS, **CPU),
     # Without a clip, few sums cross ranks, since rows are whole.
-    "came-cpu-stochastic": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
-        **BITWISE,
-        not_on=("zero", "tensor-each"),
-    ),
+    "came-cpu-stochastic": Run(Came, {**EPS, "clip_threshold": 1e3, **STOCHASTIC}, not_on=CUTS_ROWS, **BITWISE),
     # Without trust ratios no sums are exchanged: every bit equals the whole run's, with the same random bits.
-    "cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
+    "cpu-stochastic": Run(Lamb, {**STOCHASTIC, **ALONE}, **BITWISE),
     "cpu-kahan": Run(Lamb, {"weight_rounding": "kahan", **ALONE}, **BITWISE),
     "reference-master": Run(Lamb, {"weight_rounding": "master", **ALONE}, **{**BITWISE, "backend": "reference"}),
 }

@@ -142,6 +142,11 @@ def not_matrices(name: str, param: Tensor) -> bool:
 
 ALONE: Mapping[str, Any] = {"adam": True, "decay_mode": "decoupled"}
 BITWISE: Mapping[str, Any] = {"dtype": torch.bfloat16, "backend": "cpu", "tolerance": 0}
+CPU: Mapping[str, Any] = {"dtype": torch.float32, "backend": "cpu", "tolerance": 1e-5}
+FOREACH: Mapping[str, Any] = {**CPU, "backend": "foreach"}
+AUTO: Mapping[str, Any] = {**CPU, "backend": "auto"}
+IN_BLOCKS: Mapping[str, Any] = {"not_on": ("columns", "both-dims", "fsdp-and-tp")}
+"""Layouts that would cut the rows of blocks."""
 
 CLIPPED: Mapping[str, Any] = {
     "max_grad_norm": 0.5,
@@ -150,127 +155,54 @@ CLIPPED: Mapping[str, Any] = {
     "exclude_from_weight_decay": ["bias", "few$"],
     "exclude_from_layer_adaptation": not_matrices,
 }
+CENTRED: Mapping[str, Any] = {"grad_centralization": True}
+STACKED: Mapping[str, Any] = {"stacked": True}
+EPS: Mapping[str, Any] = {"eps": (1e-3, 1e-3)}
+CORRECTED: Mapping[str, Any] = {"scale_parameter": True, "bias_correction": True}
+STOCHASTIC: Mapping[str, Any] = {"weight_rounding": "stochastic"}
+SMALL_TRUST: Mapping[str, Any] = {"trust_coefficient": 0.3}
+CLIPPED_LARS: Mapping[str, Any] = {**SMALL_TRUST, "denominator": "joint", "max_grad_norm": 0.5, "skip_nonfinite": True}
 
 RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
     "lamb-clip": Run(Lamb, CLIPPED),
-    "lamb-means": Run(Lamb, {"cautious": True, "decay_mode": "l2"}, {"grad_centralization": True}),
-    "lamb-stacked": Run(Lamb, {"decay_mode": "decoupled"}, {"stacked": True}),
+    "lamb-means": Run(Lamb, {"cautious": True, "decay_mode": "l2"}, CENTRED),
+    "lamb-stacked": Run(Lamb, {"decay_mode": "decoupled"}, STACKED),
     "came": Run(Came, steps=10, compares_state=True),
-    "came-everything": Run(
-        Came,
-        {
-            "scale_parameter": True,
-            "bias_correction": True,
-            "decay_rate": 0.8,
-            "factor": "last_two",
-            "max_grad_norm": 1.0,
-        },
-        {"grad_centralization": True},
-    ),
-    "came-stacked": Run(Came, {"eps": (1e-3, 1e-3)}, {"stacked": True, "factor": "last_two"}),
-    "came-int8": Run(
-        ExactCame,
-        {"state_dtype": "int8", "eps": (1e-3, 1e-3)},
-        compares_state=True,
-        not_on=("columns", "both-dims", "fsdp-and-tp"),
-    ),
-    "came-int4": Run(
-        ExactCame,
-        {"state_dtype": "int4", "eps": (1e-3, 1e-3)},
-        compares_state=True,
-        not_on=("columns", "both-dims", "fsdp-and-tp"),
-    ),
+    "came-everything": Run(Came, {**CORRECTED, "decay_rate": 0.8, "factor": "last_two", "max_grad_norm": 1.0}, CENTRED),
+    "came-stacked": Run(Came, EPS, {**STACKED, "factor": "last_two"}),
+    "came-int8": Run(ExactCame, {"state_dtype": "int8", **EPS}, compares_state=True, **IN_BLOCKS),
+    "came-int4": Run(ExactCame, {"state_dtype": "int4", **EPS}, compares_state=True, **IN_BLOCKS),
     # The random bits of the second moment depend on an element's position in the whole tensor.
-    "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, not_on=("columns", "both-dims", "fsdp-and-tp")),
-    "lamb-cpu": Run(
-        Lamb, {"max_grad_norm": 0.5}, {"stacked": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
+    "lamb-int8": Run(ExactLamb, {"state_dtype": "int8"}, **IN_BLOCKS),
+    "lamb-cpu": Run(Lamb, {"max_grad_norm": 0.5}, STACKED, **CPU),
     # Without trust ratios no sums are exchanged: every bit equals the unsharded run's.
-    "lamb-cpu-stochastic": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, **BITWISE),
-    "lamb-cpu-stochastic-stacked": Run(Lamb, {"weight_rounding": "stochastic", **ALONE}, {"stacked": True}, **BITWISE),
+    "lamb-cpu-stochastic": Run(Lamb, {**STOCHASTIC, **ALONE}, **BITWISE),
+    "lamb-cpu-stochastic-stacked": Run(Lamb, {**STOCHASTIC, **ALONE}, STACKED, **BITWISE),
     "lamb-cpu-int8": Run(
-        Lamb,
-        {"weight_rounding": "stochastic", "state_dtype": "int8", **ALONE},
-        not_on=("columns", "both-dims", "fsdp-and-tp"),
-        compares_state=True,
-        **BITWISE,
+        Lamb, {**STOCHASTIC, "state_dtype": "int8", **ALONE}, compares_state=True, **IN_BLOCKS, **BITWISE
     ),
-    "lamb-cpu-means": Run(
-        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, dtype=torch.float32, backend="cpu", tolerance=1e-5
-    ),
-    "lamb-foreach-float64": Run(
-        Lamb, {"decay_mode": "l2"}, {"grad_centralization": True}, backend="foreach", compares_state=True
-    ),
-    "lamb-foreach": Run(Lamb, dtype=torch.float32, backend="foreach", tolerance=1e-5),
-    "came-cpu": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "scale_parameter": True, "bias_correction": True, "max_grad_norm": 1.0},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-        compares_state=True,
-    ),
-    "came-foreach-float64": Run(
-        Came, {"eps": (1e-3, 1e-3)}, {"grad_centralization": True}, backend="foreach", compares_state=True
-    ),
-    "came-cpu-last-two": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "factor": "last_two"},
-        {"stacked": True},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-    ),
-    "came-cpu-int8": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "state_dtype": "int8"},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-        not_on=("columns", "both-dims", "fsdp-and-tp"),
-    ),
+    "lamb-cpu-means": Run(Lamb, {"decay_mode": "l2"}, CENTRED, **CPU),
+    "lamb-foreach-float64": Run(Lamb, {"decay_mode": "l2"}, CENTRED, backend="foreach", compares_state=True),
+    "lamb-foreach": Run(Lamb, **FOREACH),
+    "came-cpu": Run(Came, {**EPS, **CORRECTED, "max_grad_norm": 1.0}, compares_state=True, **CPU),
+    "came-foreach-float64": Run(Came, EPS, CENTRED, backend="foreach", compares_state=True),
+    "came-cpu-last-two": Run(Came, {**EPS, "factor": "last_two"}, STACKED, **CPU),
+    "came-cpu-int8": Run(Came, {**EPS, "state_dtype": "int8"}, **IN_BLOCKS, **CPU),
     # Without a clip, few sums cross ranks, since rows of dim 0 are whole.
-    "came-cpu-stochastic": Run(
-        Came,
-        {"eps": (1e-3, 1e-3), "clip_threshold": 1e3, "weight_rounding": "stochastic"},
-        {"stacked": True},
-        dtype=torch.bfloat16,
-        backend="cpu",
-        tolerance=0,
-    ),
-    "came-foreach": Run(Came, {"eps": (1e-3, 1e-3)}, dtype=torch.float32, backend="foreach", tolerance=1e-5),
+    "came-cpu-stochastic": Run(Came, {**EPS, "clip_threshold": 1e3, **STOCHASTIC}, STACKED, **BITWISE),
+    "came-foreach": Run(Came, EPS, **FOREACH),
     "lars": Run(
         Lars,
-        {
-            "trust_coefficient": 0.3,
-            "denominator": "joint",
-            "max_grad_norm": 0.5,
-            "skip_nonfinite": True,
-            "exclude_from_layer_adaptation": not_matrices,
-        },
-        {"grad_centralization": True},
+        {**CLIPPED_LARS, "exclude_from_layer_adaptation": not_matrices},
+        CENTRED,
         steps=10,
         compares_state=True,
     ),
-    "lars-int8": Run(
-        ExactLars,
-        {"trust_coefficient": 0.3, "state_dtype": "int8"},
-        not_on=("columns", "both-dims", "fsdp-and-tp"),
-    ),
-    "lars-cpu": Run(
-        Lars,
-        {"trust_coefficient": 0.3, "nesterov": True, "trust_clip": True},
-        {"stacked": True},
-        dtype=torch.float32,
-        backend="cpu",
-        tolerance=1e-5,
-        compares_state=True,
-    ),
+    "lars-int8": Run(ExactLars, {**SMALL_TRUST, "state_dtype": "int8"}, **IN_BLOCKS),
+    "lars-cpu": Run(Lars, {**SMALL_TRUST, "nesterov": True, "trust_clip": True}, STACKED, compares_state=True, **CPU),
     # Without trust ratios no sums are exchanged.
-    "lars-cpu-stochastic": Run(
-        Lars, {"weight_rounding": "stochastic", "exclude_from_layer_adaptation": lambda *_: True}, **BITWISE
-    ),
+    "lars-cpu-stochastic": Run(Lars, {**STOCHASTIC, "exclude_from_layer_adaptation": lambda *_: True}, **BITWISE),
 }
 
 

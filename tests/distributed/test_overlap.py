@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
 from bighorn import Came, Lamb, TailOverlap
-from tests.support import overlap_runs
+from tests.support.overlap_runs import Make, backward, batch, distributed, loss, network
 from tests.support.processes import group_of_one
 
 
@@ -48,15 +48,15 @@ class Work:
         self.tensor.numpy()[...] = self.arrived.numpy()
 
 
-def waits(make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+def waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     """Return the number of parameters in each bucket of the third step, and the number stepped before its wait."""
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     overlap = TailOverlap(ddp, make(ddp.module))
     for step in range(3):
         wire = Wire([p.detach() for p in ddp.parameters()])
         with monkeypatch.context() as patched:
             patched.setattr(dist, "all_reduce", wire.all_reduce)
-            overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step)))
+            backward(loss(ddp, batch(step)))
         sizes = [len(flight.params) for flight in overlap._in_flight]
         overlap.step()
         overlap.zero_grad()
@@ -75,9 +75,7 @@ def waits(make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     ],
     ids=["Lamb", "Came", "AdamW", "SGD"],
 )
-def test_a_bucket_is_stepped_before_the_next_is_waited_for(
-    make: overlap_runs.Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_stepped_before_the_next_is_waited_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, moved = waits(make, monkeypatch)
     assert moved == [sum(sizes[:i]) for i in range(len(sizes))]
 
@@ -90,7 +88,7 @@ def test_a_global_norm_needs_all_gradients_first(options: dict[str, Any], monkey
 
 def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
     """torch.distributed.checkpoint takes such a step to create the state."""
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     optimizer = Lamb(ddp.parameters(), lr=0.0)
     overlap = TailOverlap(ddp, optimizer)
     overlap.step()
@@ -102,18 +100,18 @@ def test_a_step_without_gradients_on_the_wire_is_the_optimizers_own() -> None:
 
 
 def test_a_parameter_that_is_not_the_models_is_stepped_too() -> None:
-    ddp, other = overlap_runs.distributed(overlap_runs.network()), nn.Parameter(torch.ones(3))
+    ddp, other = distributed(network()), nn.Parameter(torch.ones(3))
     overlap = TailOverlap(ddp, AdamW([*ddp.parameters(), other]))
-    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)) + other.sum())
+    backward(loss(ddp, batch(0)) + other.sum())
     overlap.step()
     assert not other.eq(1).any()
 
 
 def test_gradients_are_there_again_whatever_happens() -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     optimizer = AdamW(ddp.parameters())
     overlap = TailOverlap(ddp, optimizer)
-    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
+    backward(loss(ddp, batch(0)))
     grads = [p.grad for p in ddp.parameters()]
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
@@ -123,12 +121,12 @@ def test_gradients_are_there_again_whatever_happens() -> None:
 
 def test_plans_are_kept_however_many_buckets_there_are() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(24)])
-    ddp = overlap_runs.distributed(model, bucket_cap_mb=1e-4)
+    ddp = distributed(model, bucket_cap_mb=1e-4)
     optimizer = Lamb(model.named_parameters(), lr=0.01)
     overlap = TailOverlap(ddp, optimizer)
     plans: list[set[int]] = []
     for step in range(4):
-        overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(step).float()))
+        backward(loss(ddp, batch(step).float()))
         buckets = len(overlap._in_flight)
         overlap.step()
         overlap.zero_grad()
@@ -144,23 +142,23 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
 
 
 def scaled(
-    module: nn.Module, make: overlap_runs.Make, **options: Any
+    module: nn.Module, make: Make, **options: Any
 ) -> tuple[TailOverlap, torch.amp.GradScaler, Callable[[], None]]:
     """Return an overlap with a scaler, and a function that makes gradients."""
-    ddp, scaler = overlap_runs.distributed(module, **options), torch.amp.GradScaler("cpu", init_scale=64.0)
+    ddp, scaler = distributed(module, **options), torch.amp.GradScaler("cpu", init_scale=64.0)
     return (
         TailOverlap(ddp, make(module), scaler=scaler),
         scaler,
-        lambda: overlap_runs.backward(scaler.scale(overlap_runs.loss(ddp, overlap_runs.batch(0).float()))),
+        lambda: backward(scaler.scale(loss(ddp, batch(0).float()))),
     )
 
 
 def test_a_step_that_has_failed_is_repeated_with_the_same_scale() -> None:
     state: list[Tensor] = []
     for lr in (-1.0, 0.1):
-        module = overlap_runs.network(torch.float32)
-        overlap, _, backward = scaled(module, lambda module: Lamb(module.parameters(), lr=0.1))
-        backward()
+        module = network(torch.float32)
+        overlap, _, send = scaled(module, lambda module: Lamb(module.parameters(), lr=0.1))
+        send()
         overlap.optimizer.param_groups[0]["lr"] = lr
         if lr < 0:
             with pytest.raises(ValueError, match=r"lr=-1.0"):
@@ -172,8 +170,8 @@ def test_a_step_that_has_failed_is_repeated_with_the_same_scale() -> None:
 
 
 def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> None:
-    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
-    backward()
+    overlap, scaler, send = scaled(network(torch.float32), lambda m: SGD(m.parameters(), lr=0.1))
+    send()
     overlap.optimizer.param_groups[0]["lr"] = "0.1"
     with pytest.raises(TypeError):
         overlap.step()
@@ -183,17 +181,17 @@ def test_gradients_that_a_failed_step_has_unscaled_are_not_unscaled_again() -> N
             use()
     overlap.zero_grad()
     scaler.update()
-    backward()
+    send()
     overlap.step()
 
 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
 def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) -> None:
-    overlap, scaler, backward = scaled(overlap_runs.network(torch.float32), lambda m: make(m.parameters(), lr=0.1))
+    overlap, scaler, send = scaled(network(torch.float32), lambda m: make(m.parameters(), lr=0.1))
     torch.set_default_dtype(torch.float64)
     try:
         for _ in range(2):
-            backward()
+            send()
             overlap.step()
             scaler.update()
             overlap.zero_grad()
@@ -204,18 +202,18 @@ def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
 def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., Optimizer]) -> None:
     other, alone = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    overlap, scaler, backward = scaled(
-        overlap_runs.network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
+    overlap, scaler, send = scaled(
+        network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
     )
     plain = make([alone], lr=0.1)
     for factor in (1.0, math.inf):
-        backward()
-        overlap_runs.backward(scaler.scale(other.square().sum() * factor))
+        send()
+        backward(scaler.scale(other.square().sum() * factor))
         overlap.step()
         scaler.update()
         overlap.zero_grad()
         if math.isfinite(factor):
-            overlap_runs.backward(alone.square().sum())
+            backward(alone.square().sum())
             plain.step()
         assert torch.equal(other, alone)
 
@@ -234,11 +232,11 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 def test_the_first_step_of_a_static_graph_has_a_verdict(factor: float) -> None:
-    overlap, scaler, backward = scaled(Mixed(), lambda m: SGD(m.parameters(), lr=0.1), static_graph=True)
+    overlap, scaler, send = scaled(Mixed(), lambda m: SGD(m.parameters(), lr=0.1), static_graph=True)
     overlap.optimizer.param_groups[0]["params"][0].register_hook(lambda grad: grad * factor)
     for scale in (64.0, 64.0) if math.isfinite(factor) else (32.0, 16.0):
         before = [p.detach().clone() for p in overlap.optimizer.param_groups[0]["params"]]
-        backward()
+        send()
         overlap.step()
         moved = [not p.equal(old) for p, old in zip(overlap.optimizer.param_groups[0]["params"], before, strict=True)]
         assert moved == [math.isfinite(factor)] * len(moved)
@@ -272,9 +270,9 @@ def zero(params: list[nn.Parameter]) -> Optimizer:
 
 
 def test_an_optimizer_with_a_method_for_it_is_accepted() -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     overlap = TailOverlap(ddp, InParts(ddp.parameters()))
-    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
+    backward(loss(ddp, batch(0)))
     overlap.step()
     assert all(p.eq(7).all() for p in ddp.parameters())
 
@@ -291,7 +289,7 @@ def test_an_optimizer_with_a_method_for_it_is_accepted() -> None:
     ids=["LBFGS", "SparseAdam", "foreign", "ZeRO", "incomplete"],
 )
 def test_refused_optimizers(make: Callable[[list[nn.Parameter]], Optimizer], reason: str) -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     with pytest.raises(ValueError, match=reason):
         TailOverlap(ddp, make(list(ddp.parameters())))
     TailOverlap(ddp, SGD(ddp.parameters()))
@@ -304,18 +302,18 @@ class Lookup(nn.Module):
 
 
 def test_refused_models() -> None:
-    net = overlap_runs.network()
+    net = network()
     optimizer = SGD(net.parameters())
     with pytest.raises(TypeError, match=r"DistributedDataParallel, not Sequential.*gradient_as_bucket_view"):
         TailOverlap(net, optimizer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, not list"):
-        TailOverlap(overlap_runs.distributed(net), [])  # type: ignore[arg-type]
+        TailOverlap(distributed(net), [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler, not float"):
-        TailOverlap(overlap_runs.distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
+        TailOverlap(distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
     lookup = Lookup()
     with pytest.raises(ValueError, match=r"table has sparse gradients.*sparse=False"):
-        TailOverlap(overlap_runs.distributed(lookup), SGD(lookup.parameters()))
-    delayed = overlap_runs.distributed(
+        TailOverlap(distributed(lookup), SGD(lookup.parameters()))
+    delayed = distributed(
         net,
         delay_all_reduce_named_params=[("0.0.weight", net.get_parameter("0.0.weight"))],
         param_to_hook_all_reduce=net.get_parameter("0.0.bias"),
@@ -326,7 +324,7 @@ def test_refused_models() -> None:
 
 
 def test_a_closure_is_refused() -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     optimizer = AdamW(ddp.parameters())
     overlap = TailOverlap(ddp, optimizer)
     with pytest.raises(ValueError, match=r"call the closure, then overlap.step"):
@@ -337,8 +335,8 @@ def test_a_closure_is_refused() -> None:
 
 
 def test_a_scaler_that_is_not_enabled_is_none() -> None:
-    ddp = overlap_runs.distributed(overlap_runs.network())
+    ddp = distributed(network())
     overlap = TailOverlap(ddp, SGD(ddp.parameters()), scaler=torch.amp.GradScaler("cpu", enabled=False))
-    overlap_runs.backward(overlap_runs.loss(ddp, overlap_runs.batch(0)))
+    backward(loss(ddp, batch(0)))
     overlap.step()
     assert overlap._in_flight == []

@@ -52,6 +52,13 @@ def backward(value: Tensor) -> None:
     value.backward()  # type: ignore[no-untyped-call]
 
 
+def train(model: nn.Module, stepper: Any, samples: Tensor) -> None:
+    """Take a step of an optimizer or a TailOverlap."""
+    backward(loss(model, samples))
+    stepper.step()
+    stepper.zero_grad()
+
+
 def assert_same(ours: nn.Module, theirs: nn.Module, rtol: float = 1e-10, atol: float = 1e-12) -> None:
     start = dict(network().named_parameters())
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):

@@ -9,24 +9,23 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from bighorn import Came, Lamb, telemetry
-from tests.support.trainer_model import INSTALL, OPTIONS, Net, assert_same, batches, by_hand
+from bighorn import LossScaler, WindowScale, telemetry
+from tests.support.trainer_model import (
+    INSTALL,
+    OVERFLOWS,
+    Net,
+    adamw,
+    assert_same,
+    batches,
+    by_hand,
+    came,
+    falling,
+    lamb,
+)
 
 accelerate = pytest.importorskip("accelerate", reason=INSTALL)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def lamb(net: Net) -> Lamb:
-    return Lamb(net.named_parameters(), lr=0.05, **OPTIONS)
-
-
-def came(net: Net) -> Came:
-    return Came(net.named_parameters(), lr=0.05, weight_decay=0.1, exclude_from_weight_decay=["bias", "norm"])
-
-
-def falling(step: int) -> float:
-    return float(0.8**step)
 
 
 @pytest.mark.parametrize("make", [lamb, came])
@@ -71,3 +70,24 @@ def test_a_saved_state_is_gone_on_with_bitwise(make: Any, tmp_path: Path) -> Non
         nets.append(net)
     for a, b in zip(nets[0].parameters(), nets[2].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("make", [lamb, adamw])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_loss_scaler(make: Any, clip: float | None) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.scaler = scaler = LossScaler(WindowScale(1024.0))
+    net = Net()
+    model, optimizer = accelerator.prepare(net, make(net))
+    # Accelerate's clip unscales only under float16, and accelerate 1.15 refuses float16 without a GPU.
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    for step, (inputs, labels) in enumerate(batches()):
+        accelerator.backward(model(inputs, labels)["loss"] * (torch.inf if step == OVERFLOWS else 1))
+        if clip is not None:
+            accelerator.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        # If the optimizer itself skips, the host does not wait for the result.
+        assert optimizer.step_was_skipped == (step == OVERFLOWS and make is adamw)
+        optimizer.zero_grad()
+    assert_same(net, by_hand(make, clip=clip, without=OVERFLOWS))
+    assert scaler.get_scale() == 512.0

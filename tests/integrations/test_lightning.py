@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +11,35 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from bighorn import Came, Lamb, telemetry
-from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
+from bighorn import LossScaler, WindowScale, telemetry
+from tests.support.trainer_model import (
+    INPUTS,
+    INSTALL,
+    LABELS,
+    OVERFLOWS,
+    Net,
+    adamw,
+    assert_same,
+    by_hand,
+    came,
+    falling,
+    lamb,
+)
 
 lightning = pytest.importorskip("lightning", reason=INSTALL)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def lamb(net: Net) -> Lamb:
-    return Lamb(net.named_parameters(), lr=0.05, **OPTIONS)
-
-
-def came(net: Net) -> Came:
-    return Came(net.named_parameters(), lr=0.05, weight_decay=0.1, exclude_from_weight_decay=["bias", "norm"])
-
-
-def falling(step: int) -> float:
-    return float(0.8**step)
-
-
 class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, overflows: int | None = None) -> None:
         super().__init__()
-        self.net, self.make = Net(), make
+        self.net, self.make, self.overflows = Net(), make, overflows
 
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        loss: Tensor = self.net(*batch)["loss"]
-        return loss
+    def training_step(self, batch: tuple[Tensor, Tensor], step: int) -> Tensor:
+        with contextlib.nullcontext() if self.overflows is None else torch.autocast("cpu", enabled=False):
+            loss: Tensor = self.net(*batch)["loss"]
+        return loss * (torch.inf if step == self.overflows else 1)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.net)
@@ -78,6 +80,21 @@ def test_resuming_is_bitwise(make: Any, tmp_path: Path) -> None:
     assert trainer.global_step == 24
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("make", [lamb, adamw])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_loss_scaler(make: Any, clip: float | None, tmp_path: Path) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    module, scaler = Module(make, OVERFLOWS), LossScaler(WindowScale(1024.0))
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    trainer = fit(module, tmp_path, plugins=plugins, gradient_clip_val=clip)
+    assert_same(module.net, by_hand(make, falling, clip=clip, without=OVERFLOWS))
+    assert scaler.get_scale() == 512.0
+    trainer.save_checkpoint(tmp_path / "checkpoint.ckpt")
+    saved = torch.load(tmp_path / "checkpoint.ckpt", weights_only=True)
+    assert saved["MixedPrecision"] == scaler.state_dict()
 
 
 def test_telemetry_reaches_the_loggers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from bighorn import Came, Lamb, schedules, telemetry
 from bighorn.groups import zero_initialized
-from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand
+from tests.support.trainer_model import INPUTS, INSTALL, LABELS, OPTIONS, Net, assert_same, by_hand, lamb
 
 transformers = pytest.importorskip("transformers", reason=INSTALL)
 
@@ -41,10 +41,6 @@ def trainer(folder: Path, net: Net, arguments: dict[str, Any] | None = None, **o
         train_dataset=DATA,
         **options,
     )
-
-
-def lamb(net: Net) -> Lamb:
-    return Lamb(net.named_parameters(), lr=0.05, **OPTIONS)
 
 
 def linear(steps: int, warmup: int) -> Any:
@@ -84,21 +80,6 @@ def test_by_class_and_arguments(kind: Any, tmp_path: Path) -> None:
         name: 0.1 if name in {"body.weight", "head.weight"} else 0.0 for name, _ in net.named_parameters()
     }
     assert_same(net, by_hand(alike, linear(12, 2), clip=0.5))
-
-
-def test_resuming_is_bitwise(tmp_path: Path) -> None:
-    arguments = {"save_strategy": "steps", "save_steps": 5}
-    whole, resumed = Net(), Net()
-    runs = [trainer(tmp_path / "whole", whole, arguments, optimizers=(lamb(whole), None))]
-    runs[0].train()
-    runs.append(trainer(tmp_path / "resumed", resumed, arguments, optimizers=(lamb(resumed), None)))
-    runs[1].train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
-    assert [run.state.global_step for run in runs] == [12, 12]
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert a.equal(b)
-    states = [list(run.optimizer.optimizer.state.values()) for run in runs]
-    for a, b in zip(*states, strict=True):
-        assert all(value.equal(b[name]) for name, value in a.items())
 
 
 def test_telemetry_reaches_what_report_to_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +144,6 @@ def test_a_learning_rate_that_is_not_used_is_named(rate: float | None, warned: b
     if warned:
         assert texts[0].startswith("TrainingArguments.learning_rate=0.001 is not used")
         assert "its lr is 0.05. Set it there" in texts[0]
-
-
-def test_reports_are_reached_through_the_wrapper(tmp_path: Path) -> None:
-    """The lines are on the page."""
-    net = Net()
-    run = trainer(tmp_path, net, optimizers=(lamb(net), None))
-    run.train()
-    assert run.optimizer.optimizer.explain().startswith("group 0: ")
-    assert run.optimizer.optimizer.telemetry().names == tuple(name for name, _ in net.named_parameters())
-    assert telemetry.scalars(run.optimizer)["skipped_steps"] == 0
 
 
 def test_lora_makes_an_empty_group(tmp_path: Path) -> None:

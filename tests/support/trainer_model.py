@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bighorn import Came, Lamb
+
 SAMPLES = 24
 INPUTS = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 LABELS = (INPUTS.sum(dim=1) > 0).long()
@@ -21,6 +23,10 @@ OPTIONS: dict[str, Any] = {
     "exclude_from_weight_decay": EXCLUDED,
     "exclude_from_layer_adaptation": EXCLUDED,
 }
+
+
+OVERFLOWS = 2
+"""The step whose gradient overflows, in tests of loss scalers."""
 
 
 class Net(nn.Module):
@@ -56,14 +62,31 @@ def batches(start: int = 0) -> list[tuple[Tensor, Tensor]]:
     return [(INPUTS[i : i + BATCH], LABELS[i : i + BATCH]) for i in range(start * BATCH, SAMPLES, BATCH)]
 
 
+def lamb(net: Net) -> Lamb:
+    return Lamb(net.named_parameters(), lr=0.05, **OPTIONS)
+
+
+def came(net: Net) -> Came:
+    return Came(net.named_parameters(), lr=0.05, weight_decay=0.1, exclude_from_weight_decay=EXCLUDED)
+
+
+def adamw(net: Net) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+def falling(step: int) -> float:
+    return float(0.8**step)
+
+
 def by_hand(
     make: Callable[[Net], torch.optim.Optimizer],
     decay: Callable[[int], float] = lambda _: 1.0,
     accumulate: int = 1,
     clip: float | None = None,
     bf16: bool = False,
+    without: int | None = None,
 ) -> Net:
-    """Train one epoch in a loop by hand; `decay` is the factor of the learning rate at a step."""
+    """Train one epoch in a loop by hand, without one step; `decay` is the factor of the learning rate at a step."""
     net = Net()
     optimizer = make(net)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
@@ -74,7 +97,8 @@ def by_hand(
         if (i + 1) % accumulate == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
-            optimizer.step()
+            if i != without:
+                optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
     return net

@@ -20,7 +20,7 @@ import torch
 
 from bighorn_workbench import files
 from bighorn_workbench.errors import InputError
-from tests.support.processes import LIMIT, outcomes
+from tests.support.processes import LIMIT, assert_ended_well, outcomes
 from workbench.tests.command_line import Invoke
 
 
@@ -312,23 +312,48 @@ import os, signal, sys
 from pathlib import Path
 from bighorn_workbench import files
 
-def die(file):
-    file.write(b"half")
-    file.flush()
+path, events = Path("run.pt"), 0
+
+def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-files.write(Path("run.pt"), die)
+def die_at_the_last(*_):
+    global events
+    events -= 1
+    if not events:
+        die()
+
+def write(file):
+    file.write(b"half")
+    file.flush()
+    if events < 0:
+        die()
+    file.write(b" and half")
+
+for events in (-1, *range(1, 100)):
+    path.write_text("old")
+    if os.fork() == 0:
+        sys.addaudithook(die_at_the_last)
+        files.write(path, write)
+        os._exit(0)
+    _, status = os.wait()
+    print(events, status, path.read_text(), *(left.read_text() for left in path.parent.glob(".bighorn-*.partial")))
+    for left in path.parent.glob(".bighorn-*.partial"):
+        left.unlink()
+    if not status:
+        break
 """
 
 
-def test_a_killed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "run.pt").write_text("old")
-    assert outcomes(KILLED, [[]], folder=tmp_path)[0].code < 0
-    assert (tmp_path / "run.pt").read_text() == "old"
-    [left] = tmp_path.glob(".bighorn-*.partial")  # the pattern that the changelog names
-    assert left.read_text() == "half"
-    files.write_text(tmp_path / "run.pt", "new")
-    assert (tmp_path / "run.pt").read_text() == "new"
+def test_a_killed_save_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    """Processes are killed in the middle of the content, and at each call of the system that Python reports."""
+    [ended] = outcomes(KILLED, [[]], folder=tmp_path)
+    assert_ended_well([ended])
+    within, *at_calls, whole = [line.split(maxsplit=2) for line in ended.output.splitlines()]
+    assert within == ["-1", "9", "old half"]  # the pattern of the temporary file is that of the changelog
+    assert {content for _, status, content in at_calls} <= {"old", "old half and half", "half and half"}
+    assert len(at_calls) > 2
+    assert whole[1:] == ["0", "half and half"]
 
 
 def test_a_save_leaves_the_temporary_file_of_a_live_one(tmp_path: Path) -> None:

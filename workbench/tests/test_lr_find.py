@@ -80,6 +80,8 @@ def test_the_suggestion_is_good_enough_to_train_with(invoke: Invoke) -> None:
         (["--lr-min", "1", "--lr-max", "0.1"], "--lr-max 0.1 must be above --lr-min 1"),
         (["--lr-min", "6"], "--lr-max 5 must be above --lr-min 6"),
         (["--lr-min", "0"], "--lr-min=0.0"),
+        (["--lr-max", "1e308"], "3.4e+38"),
+        (["--lr-max", "1e30", "--lr-min", "1e-300"], "3.4e+38"),
         (["--steps", "0"], "--steps=0 is out of range"),
         (["--epochs", "1", "--steps", "3"], "--epochs and --steps both set the length"),
         (["--batch-size", "100000"], "batch size 100000 is more than"),

@@ -20,7 +20,7 @@ from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.commands import COMMANDS
 from bighorn_workbench.commands import bighorn as group
 from bighorn_workbench.compare import CompareConfig
-from bighorn_workbench.config import DECAYS, ParallelConfig, RunConfig
+from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.lr_find import SearchConfig
 from bighorn_workbench.memory import MemoryConfig
 from bighorn_workbench.optimizers import OPTIMIZERS
@@ -32,8 +32,14 @@ from workbench.tests.command_line import Invoke, Page, without_dropout
 
 def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
     output = invoke("train", "--report", "out/run.html", "--json", "out/run.json").output
-    assert all(len(line) <= 80 for line in output.splitlines())
-    assert "trust ratio" in output
+    lines = output.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    [head] = [line for line in lines if line.lstrip().startswith("epoch")]
+    assert head.split("  ")[-1] == "trust ratio"
+    assert " acc " in head
+    assert "val acc" in head
+    assert "trust ratio: of the lowest/median/highest layer" in lines
+    assert "  times lr, the share of its norm by which a layer moves" in lines
     result = json.loads(Path("out/run.json").read_text())
     assert result["result"]["test_accuracy"] > 0.95
     assert f"{result['result']['test_accuracy']:.2%}" in output
@@ -65,17 +71,17 @@ def test_text_and_mnist_learn(invoke: Invoke, text_file: Path, idx_folder: Path,
     assert json.loads(Path("run.json").read_text())["result"]["test_accuracy"] > 0.9
 
 
-HINTS = {
-    "too low": (["--optimizer", "sgd", "--lr", "1e-6"], "hardly moved", "Try --lr 3.3e-07, 1e-07 or 3e-06"),
-    "too high": (["--optimizer", "adamw", "--lr", "3"], "risen", "Try --lr 1 or 0.3"),
-    "far too high": (["--optimizer", "lamb", "--lr", "3"], "risen", "Try --lr 1 or 0.3"),
-}
-
-
-@pytest.mark.parametrize("case", HINTS)
-def test_a_loss_that_does_not_fall_is_said_with_rates_to_try(invoke: Invoke, case: str) -> None:
+@for_every(
+    ("options", "verb", "rates"),
+    [
+        (["--optimizer", "sgd", "--lr", "1e-6"], "hardly moved", "Try --lr 3.3e-07, 1e-07 or 3e-06"),
+        (["--optimizer", "adamw", "--lr", "3"], "risen", "Try --lr 1 or 0.3"),
+    ],
+)
+def test_a_loss_that_does_not_fall_is_said_with_rates_to_try(
+    invoke: Invoke, options: list[str], verb: str, rates: str
+) -> None:
     """The hint appears when the loss should have fallen, and at the end, also in the report."""
-    options, verb, rates = HINTS[case]
     output = invoke("train", *options, "--epochs", 4, "--report", "run.html", "--json", "run.json").output
     words = f"{rates}; bighorn lr-find and bighorn compare find a rate."
     assert output.count(f"The training loss has {verb}: ") == output.count(words) == 2
@@ -161,40 +167,44 @@ def test_accumulated_parts_are_the_batch(invoke: Invoke, monkeypatch: pytest.Mon
     assert json.loads(Path("run.json").read_text())["history"]["loss"] != pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("flag", ["--tail-overlap", "--shard-update"])
+@for_every("flag", ["--tail-overlap", "--shard-update"])
 def test_what_needs_several_processes_does_nothing_in_one_and_says_so(invoke: Invoke, flag: str) -> None:
     assert f"Warning: {flag} has no effect in one process" in invoke("train", "--steps", 1, flag).output
 
 
-@pytest.mark.parametrize("scaling", ["none", "sqrt", "linear"])
-def test_lr_scaling_counts_from_batch_256(invoke: Invoke, scaling: str) -> None:
-    invoke("train", "--lr", 0.01, "--batch-size", 1024, "--lr-scaling", scaling, "--epochs", 1, "--json", "run.json")
-    expected = {"none": 0.01, "sqrt": 0.02, "linear": 0.04}[scaling]
+@for_every(("scaling", "expected"), [("none", 0.01), ("sqrt", 0.02), ("linear", 0.04)])
+def test_lr_scaling_counts_from_batch_256(invoke: Invoke, scaling: str, expected: float) -> None:
+    invoke("train", "--lr", 0.01, "--batch-size", 1024, "--lr-scaling", scaling, "--steps", 1, "--json", "run.json")
     assert json.loads(Path("run.json").read_text())["peak_lr"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "decay"),
+LINEAR = [left / 6 for left in range(6, 0, -1)]
+
+
+@for_every(
+    ("options", "warmup", "decay"),
     [
-        (None, [left / 6 for left in range(6, 0, -1)]),
-        ("linear", [left / 6 for left in range(6, 0, -1)]),
-        ("cosine", [1, *((1 + math.cos(math.pi * done / 6)) / 2 for done in range(1, 6))]),
-        ("constant", [1] * 6),
+        ("--warmup 4", [0.25, 0.5, 0.75, 1], LINEAR),
+        ("--warmup 4 --schedule linear", [0.25, 0.5, 0.75, 1], LINEAR),
+        (
+            "--warmup 40% --schedule cosine",
+            [0.25, 0.5, 0.75, 1],
+            [0.5 + math.cos(math.pi * i / 6) / 2 for i in range(6)],
+        ),
+        ("--warmup 4 --schedule constant", [0.25, 0.5, 0.75, 1], [1] * 6),
+        ("--warmup 0", [], [left / 10 for left in range(10, 0, -1)]),
+        ("--warmup 100%", [done / 10 for done in range(1, 11)], []),
     ],
 )
-def test_the_schedule_is_what_was_asked_for(invoke: Invoke, name: str | None, decay: list[float]) -> None:
-    options = ["--schedule", name] if name else []
-    output = invoke("train", "--lr", 1e-2, "--steps", 10, "--warmup", 4, "--json", "run.json", *options).output
+def test_the_schedule_is_what_was_asked_for(
+    invoke: Invoke, options: str, warmup: list[float], decay: list[float]
+) -> None:
+    words = options.split()
+    output = invoke("train", "--lr", 1e-2, "--steps", 10, "--json", "run.json", *words).output
     lr = json.loads(Path("run.json").read_text())["history"]["lr"]
-    assert lr == pytest.approx([0.0025, 0.005, 0.0075, 0.01, *(0.01 * share for share in decay)])
-    assert f"10 steps, 4 warm-up, then {name or 'linear'}" in output
-
-
-@pytest.mark.parametrize("warmup", ["0", "100%"])
-def test_a_run_may_be_without_warmup_or_all_warmup(invoke: Invoke, warmup: str) -> None:
-    invoke("train", "--lr", 1e-2, "--steps", 4, "--warmup", warmup, "--json", "run.json")
-    lr = json.loads(Path("run.json").read_text())["history"]["lr"]
-    assert lr == pytest.approx({"0": [0.01, 0.0075, 0.005, 0.0025], "100%": [0.0025, 0.005, 0.0075, 0.01]}[warmup])
+    assert lr == pytest.approx([0.01 * share for share in (*warmup, *decay)])
+    if len(warmup) == 4:
+        assert f"10 steps, 4 warm-up, then {words[3] if words[3:] else 'linear'}" in output
 
 
 def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
@@ -213,9 +223,8 @@ def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
     assert {1, 4, 5, 10} <= set(steps.round(3))
 
 
-@pytest.mark.parametrize("schedule", list(DECAYS))
-def test_plot_schedule_as_png(invoke: Invoke, schedule: str) -> None:
-    invoke("train", "--schedule", schedule, "--plot-schedule", "lr.png")
+def test_plot_schedule_as_png(invoke: Invoke) -> None:
+    invoke("train", "--plot-schedule", "lr.png")
     pixels = image.imread("lr.png")
     assert (pixels[0] == 1).all()  # white and opaque on any background
     blue = (pixels[..., 2] - pixels[..., 0] > 0.4).nonzero()
@@ -244,12 +253,13 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
         (["--precision", "fp16", "--loss-scale", "1,5"], "such as 1024. Write 1.5, with a point."),
         (["--optimizr", "lamb"], "Did you mean one of: '--optimizer',"),
         (["--lr", "-1"], "--lr=-1.0 is out of range: it must be a finite number in (0, 3.4e+38]"),
-        (["--lr", "nan"], "--lr=nan"),
+        (["--lr", "1e39"], "--lr=1e+39"),
+        (["--lr", "3e38", "--lr-scaling", "linear", "--batch-size", "512"], "3.4e+38"),
         (["--seed", str(2**63)], "--seed=9223372036854775808 is out of range: it must be an integer, from 0 to"),
         (["--threads", "100000"], "--threads=100000 is out of range: it must be an integer, from 1 to 1024"),
-        (["--lr", "inf"], "--lr=inf"),
+        (["--lr", "nan"], "--lr=nan"),
         (["--weight-decay", "-0.1"], "--weight-decay=-0.1"),
-        (["--weight-decay", "nan"], "--weight-decay=nan"),
+        (["--weight-decay", "1e308"], "3.4e+38"),
         (["--batch-size", "0"], "--batch-size=0"),
         (["--batch-size", "2000"], "more than the 1151 training samples of digits"),
         (["--epochs", "0"], "--epochs=0"),
@@ -443,13 +453,3 @@ def test_the_words_of_users_are_printed_as_they_are(invoke: Invoke) -> None:
     output = invoke("train", "--task", "text", "--data", "[red].txt", "--steps", "1", "--json", ":llama:.json").output
     assert "JSON: :llama:.json" in output
     assert "[red].txt" in output
-
-
-def test_the_head_of_the_table_tells_both_accuracies_apart(invoke: Invoke) -> None:
-    lines = invoke("train", "--steps", "2").output.splitlines()
-    [head] = [line for line in lines if line.lstrip().startswith("epoch")]
-    assert head.split("  ")[-1] == "trust ratio"
-    assert " acc " in head
-    assert "val acc" in head
-    assert "trust ratio: of the lowest/median/highest layer" in lines
-    assert "  times lr, the share of its norm by which a layer moves" in lines

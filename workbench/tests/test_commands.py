@@ -79,10 +79,6 @@ def test_a_second_list_is_refused(name: str, flag: str, invoke: Invoke) -> None:
     assert f"{flag} is given 2 times. Give one list: {flag} A,B." in invoke(name, flag, "1", f"{flag}=2", code=2).output
 
 
-def test_an_unknown_command_is_2(invoke: Invoke) -> None:
-    assert "did you mean train?" in invoke("tran", code=2).output
-
-
 def test_an_interrupt_is_130(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

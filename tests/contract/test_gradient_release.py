@@ -169,9 +169,9 @@ def test_tied_weights_step_once_in_closures_with_a_torch_scheduler(kind: Kind) -
     results = []
     for released in (False, True):
         net = network()
-        net[5] = nn.Linear(70, 90)
+        rows, columns = net[3].weight.shape
+        net[4], net[5] = nn.Linear(rows, columns), nn.Linear(columns, rows)
         net[5].weight = net[3].weight
-        net[4] = nn.Linear(90, 70)
         optimizer = make(kind, net)
         scheduler = StepLR(optimizer, 1, gamma=0.5)
         if released:

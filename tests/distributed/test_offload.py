@@ -73,12 +73,13 @@ def test_shards(name: str) -> None:
     both.assert_equal()
 
 
-@for_every("name", ["lamb", "came"])
+@for_every("name", ["lamb", "came", "adamw"])
 @ranks(2)
 def test_checkpoints(name: str) -> None:
     both, net = twins(name), sharded()
     both.train(samples(range(2)))
     model, state = dcp.get_state_dict(both.nets[1], both.offloaded)
+    assert set(state["state"]) == set(dict(net.named_parameters()))
     optimizer = offload(net, MAKERS[name](net), copies=SlowCopies())
     dcp.set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
     train(both.nets[0], both.plain, samples(range(2, STEPS)))

@@ -202,9 +202,7 @@ def test_a_scaler_where_new_tensors_are_float64(make: Callable[..., Optimizer]) 
 @pytest.mark.parametrize("make", [Lamb, SGD], ids=["unscales", "is-unscaled"])
 def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., Optimizer]) -> None:
     other, alone = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    overlap, scaler, send = scaled(
-        network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1)
-    )
+    overlap, scaler, send = scaled(network(torch.float32), lambda module: make([*module.parameters(), other], lr=0.1))
     plain = make([alone], lr=0.1)
     for factor in (1.0, math.inf):
         send()

@@ -22,7 +22,7 @@ from bighorn import Came, Lamb
 from tests.support.cases import Optimizer
 from tests.support.ranks import ranks
 from tests.support.sharded_runs import assert_close
-from tests.support.trainer_model import EXCLUDED, INPUTS, INSTALL, LABELS, Net, assert_same, by_hand
+from tests.support.trainer_model import EXCLUDED, Net, assert_same, by_hand
 
 if find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed: pip install deepspeed", allow_module_level=True)
@@ -364,37 +364,21 @@ def test_zero_3_is_refused() -> None:
 @ranks(1)
 def test_the_trainer_of_transformers(folder: Path) -> None:
     """docs/with-transformers.md: it takes an optimizer's class, and drops an optimizer."""
-    transformers = pytest.importorskip("transformers", reason=INSTALL)
-    data = [{"inputs": inputs, "labels": label} for inputs, label in zip(INPUTS, LABELS, strict=True)]
     deepspeed()
     os.environ.update(RANK="0", WORLD_SIZE="1")
+    from tests.integrations.test_transformers import trainer
 
-    class InOrder(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(data)
+    config = {
+        **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    given = {"deepspeed": config, "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "weight_decay": 0.1}
 
     def trained(net: Net, **optimizer: Any) -> Any:
-        config = {
-            **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
-            "gradient_clipping": "auto",
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-        }
-        arguments = transformers.TrainingArguments(
-            str(folder),
-            use_cpu=True,
-            deepspeed=config,
-            per_device_train_batch_size=2,
-            num_train_epochs=1,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.5,
-            weight_decay=0.1,
-            save_strategy="no",
-            report_to=[],
-        )
-        trainer = InOrder(model=net, args=arguments, train_dataset=data, **optimizer)
-        trainer.train()
-        return trainer
+        made = trainer(folder, net, given, **optimizer)
+        made.train()
+        return made
 
     for kind, own in ((Lamb, {"exclude_from_layer_adaptation": EXCLUDED}), (Came, {})):
         net = Net()

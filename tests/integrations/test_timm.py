@@ -1,7 +1,6 @@
 """timm's registry and the groups that timm makes: docs/from-timm.md.
 
-`import timm` needs torchvision, so the tests import timm's optimizers without the rest. They use timm's models only for
-layer decay, for which the tests make groups themselves.
+`import timm` needs torchvision, so the tests import timm's optimizers without the rest.
 """
 
 from __future__ import annotations
@@ -97,16 +96,6 @@ def test_what_its_command_line_gives(timm: Any, opt: str, line: Any, kind: Any, 
     assert all(a.equal(b) for a, b in zip(net.parameters(), hand.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("betas", [{}, {"betas": (0.9, 0.98)}])
-def test_open_clips_call_of_the_factory(timm: Any, betas: Any) -> None:
-    """open_clip_train/main.py makes this call from `--opt timm/bighornlamb --lr --wd --eps --beta1 --beta2`."""
-    for name, kind in (("bighornlamb", Lamb), ("bighorncame", Came)):
-        optimizer = timm.create_optimizer_v2(Net(), name, lr=0.01, weight_decay=0.2, eps=1e-6, **betas)
-        assert type(optimizer) is kind
-        assert optimizer.param_groups[0]["betas"][:2] == betas.get("betas", (0.9, 0.999))
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
-
-
 def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> None:
     """The process is separate, with a folder in place of torchvision, which timm's other modules need."""
     script = tmp_path / "train.py"
@@ -123,21 +112,6 @@ def test_the_command_runs_a_script_with_the_names_registered(tmp_path: Path) -> 
     command = [sys.executable, "-W", "ignore", "-c", start]
     done = subprocess.run([*command, str(script), "--opt", "bighornlamb"], capture_output=True, text=True, check=True)
     assert done.stdout == "['--opt', 'bighornlamb'] ['bighorncame', 'bighornlamb', 'bighornlars', 'bighorntimm']\n"
-
-
-def test_groups_of_layer_decay_are_taken_with_the_key_that_timms_schedulers_read() -> None:
-    net = Net()
-    groups = [
-        {"params": list(net.body.parameters()), "lr_scale": 0.5, "weight_decay": 0.1},
-        {"params": list(net.head.parameters()), "lr_scale": 1.0, "weight_decay": 0.1},
-    ]
-    optimizer = Lamb(groups, lr=0.01, names=net, exclude_from_layer_adaptation=["bias"])
-    for group in optimizer.param_groups:
-        group["lr"] = 0.02 * group["lr_scale"]  # like timm's Scheduler.update_groups
-    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
-    again = Lamb(groups, lr=0.01)
-    again.load_state_dict(optimizer.state_dict())
-    assert [group["lr_scale"] for group in again.param_groups] == [0.5, 1.0]
 
 
 def test_a_checkpoint_of_its_factory_loads_as_the_page_says(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -89,29 +87,6 @@ def test_equals_one_process(name: str, options: dict[str, Any]) -> None:
 @ranks(4)
 def test_four_ranks_equal_one_process(name: str) -> None:
     equals_one_process(name)
-
-
-@ranks(2)
-def test_checkpoints() -> None:
-    """A run with overlap resumes without it, and the other way round."""
-    inner, alone = network(), network()
-    ddp, reference = distributed(inner), Lamb(alone.parameters(), **LAMB)
-    overlap = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB))
-    for step in range(15):
-        if step == 5:
-            weights, state = copy.deepcopy((inner.state_dict(), overlap.optimizer.state_dict()))
-            inner = network()
-            inner.load_state_dict(weights)
-            ddp = distributed(inner)
-            overlap = TailOverlap(ddp, Lamb(inner.parameters(), lr=1.0))
-            overlap.optimizer.load_state_dict(state)
-        if step == 10:
-            taken = Lamb(alone.parameters(), lr=1.0)
-            taken.load_state_dict(copy.deepcopy(overlap.optimizer.state_dict()))
-            reference = taken
-        train(ddp, overlap, mine(batch(step)))
-        train(alone, reference, batch(step))
-    assert_same(inner, alone)
 
 
 @ranks(2)
@@ -256,15 +231,14 @@ def test_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "why", "elsewhere"),
+    ("where", "why"),
     [
-        ("model", "appears not to match", "Connection closed by peer"),
-        ("forward", "rank 1 has had enough", "one of them has stopped"),
-        ("backward", "ZeroDivisionError", "one of them has stopped"),
-        ("step", "lr=-1.0 is out of range", "one of them has stopped"),
+        ("forward", "rank 1 has had enough"),
+        ("backward", "ZeroDivisionError"),
+        ("step", "lr=-1.0 is out of range"),
     ],
 )
-def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_path: Path) -> None:
+def test_a_rank_that_stops_ends_all(where: str, why: str, tmp_path: Path) -> None:
     program = """
         import sys
         from tests.distributed.test_overlap_ranks import stopping
@@ -273,22 +247,13 @@ def test_a_rank_that_stops_ends_all(where: str, why: str, elsewhere: str, tmp_pa
     """
     first, second = outcomes(program, [[where, rank, tmp_path / "store"] for rank in range(2)])
     assert 0 not in (first.code, second.code)
-    assert elsewhere in first.errors
+    assert "one of them has stopped" in first.errors
     assert why in second.errors
 
 
 def stopping(where: str, rank: str, store: str) -> None:
-    """Stop rank 1 with an error: before its first message, between two buckets, or before its step.
-
-    With "model", rank 1 has another model instead.
-    """
+    """Stop rank 1 with an error: before its first message, between two buckets, or before its step."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
-    if where == "model":
-        try:
-            distributed(nn.Linear(3, 2 + dist.get_rank()))
-        finally:
-            # A process that ends with unread messages resets its connections; the other rank must find them closed.
-            time.sleep(0.5)
     inner = network()
     ddp = distributed(inner)
     overlap = TailOverlap(ddp, Lamb(inner.parameters(), **LAMB))

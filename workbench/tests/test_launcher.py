@@ -24,30 +24,24 @@ class Interrupting(MetaPathFinder):
 sys.meta_path.insert(0, Interrupting())
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 """
-SCRIPT = """
-(script,) = entry_points(group="console_scripts", name="bighorn")
-script.load()()
-"""
-MODULE = """
-runpy.run_module("bighorn_workbench", run_name="__main__", alter_sys=True)
-"""
+STARTS = {
+    "script": "[script] = entry_points(group='console_scripts', name='bighorn'); script.load()()",
+    "module": "runpy.run_module('bighorn_workbench', run_name='__main__', alter_sys=True)",
+}
 
 
-def interrupted(start: str, module: str) -> None:
-    command = [sys.executable, "-c", PROGRAM + start, "memory", module]
+@pytest.mark.parametrize(
+    ("start", "module"),
+    [
+        *(("script", module) for module in ("click", "torch.nn", "bighorn_workbench.memory")),
+        *(("module", module) for module in ("bighorn_workbench.commands", "bighorn_workbench.memory")),
+    ],
+)
+def test_ctrl_c_during_imports_is_130_without_a_traceback(start: str, module: str) -> None:
+    command = [sys.executable, "-c", PROGRAM + STARTS[start], "memory", module]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert ended.stderr == "Interrupted.\n"
     assert ended.returncode == 130
-
-
-@pytest.mark.parametrize("module", ["click", "torch", "torch.nn", "bighorn", "bighorn_workbench.memory"])
-def test_ctrl_c_during_imports_is_130_without_a_traceback(module: str) -> None:
-    interrupted(SCRIPT, module)
-
-
-@pytest.mark.parametrize("module", ["bighorn_workbench.commands", "click", "bighorn_workbench.memory"])
-def test_ctrl_c_during_imports_of_the_module_too(module: str) -> None:
-    interrupted(MODULE, module)
 
 
 def test_the_help_imports_no_torch() -> None:

@@ -81,15 +81,12 @@ def test_the_cpu_has_nothing_to_offload(invoke: Invoke) -> None:
 
 
 def test_memory(invoke: Invoke) -> None:
-    output = invoke(
-        "memory", "--shapes", "llama_7b", "--optimizers", "lamb,adamw", "--offload", "--json", "m.json"
-    ).output
-    assert "with bighorn.offload device  host" in output
-    assert json.loads(Path("m.json").read_text())["offload"]["lamb"]["host_with_masters"] is None
-    assert "with bighorn.offload" not in invoke("memory", "--shapes", "llama_7b", "--optimizers", "lamb").output
-    places = json.loads(Path("m.json").read_text())["offload"]["lamb"]
-    state = json.loads(Path("m.json").read_text())["total"]["lamb"]
-    weights = json.loads(Path("m.json").read_text())["parameters"] * 4
+    words = ("memory", "--shapes", "llama_7b", "--optimizers", "lamb,adamw")
+    assert "with bighorn.offload device  host" in invoke(*words, "--offload", "--json", "m.json").output
+    assert "with bighorn.offload" not in invoke(*words).output
+    found = json.loads(Path("m.json").read_text())
+    places, state, weights = found["offload"]["lamb"], found["total"]["lamb"], found["parameters"] * 4
+    assert places["host_with_masters"] is None
     assert places["host"] == 2 * weights + state
     assert 2 * 10e6 < places["device"] - weights < 1.2e9
 

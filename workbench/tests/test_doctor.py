@@ -15,13 +15,6 @@ from workbench.tests.command_line import Invoke
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"
 
 
-@pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate an install of bighorn without a compiler."""
-    monkeypatch.setattr(library, "LIBRARY", None)
-    monkeypatch.setattr(library, "LIBRARY_DETAIL", MISSING)
-
-
 def words(text: str) -> str:
     """Return the text without the table's line breaks."""
     return " ".join(text.split())
@@ -44,24 +37,17 @@ def test_every_backend_and_what_results_depend_on_is_shown(invoke: Invoke, monke
         assert re.search(rf"^C library +{re.escape(library.LIBRARY_DETAIL)}$", output, re.MULTILINE)
 
 
-@pytest.mark.usefixtures("no_library")
-def test_a_missing_library_is_explained(invoke: Invoke) -> None:
-    assert f"cpu does not work {MISSING}" in words(invoke("doctor").output)
-
-
-@pytest.mark.usefixtures("no_library")
-def test_require_fails_where_the_backend_does_not_work(invoke: Invoke) -> None:
+def test_require_fails_where_the_backend_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library is missing in an install of bighorn without a compiler."""
+    invoke("doctor", "--require", "foreach", "--require", "reference")
+    assert "'gpu' is not one of" in invoke("doctor", "--require", "gpu", code=2).output
+    assert "leave out --require" in invoke("doctor", "--presets", "--require", "cpu", code=2).output
+    monkeypatch.setattr(library, "LIBRARY", None)
+    monkeypatch.setattr(library, "LIBRARY_DETAIL", MISSING)
     output = invoke("doctor", "--require", "foreach", "--require", "cpu", "--json", "doctor.json", code=1).output
+    assert f"cpu does not work {MISSING}" in words(output)
     assert f"Error: --require cpu: this backend does not work here ({MISSING})." in output
     assert json.loads(Path("doctor.json").read_text())["backends"]["cpu"] == {"works": False, "detail": MISSING}
-
-
-def test_require_passes_where_the_backend_works(invoke: Invoke) -> None:
-    invoke("doctor", "--require", "foreach", "--require", "reference")
-
-
-def test_require_knows_its_backends(invoke: Invoke) -> None:
-    assert "'gpu' is not one of" in invoke("doctor", "--require", "gpu", code=2).output
 
 
 def test_a_backend_that_computes_nonsense_does_not_work(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +98,6 @@ def test_presets_are_listed_within_80_columns(invoke: Invoke, monkeypatch: pytes
         assert all(re.search(rf"^{name} ", output, re.MULTILINE) for name in (row["name"], *row["aliases"]))
         assert all(option in output for option in row["options"])
         assert row["differs"] in " ".join(line[column:].strip() for line in output.splitlines())
-
-
-def test_presets_go_with_no_requirement(invoke: Invoke) -> None:
-    assert "leave out --require" in invoke("doctor", "--presets", "--require", "cpu", code=2).output
 
 
 def test_a_library_of_other_sources_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

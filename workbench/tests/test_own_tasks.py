@@ -85,6 +85,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
+def own(mine: str, members: str) -> str:
+    """Write a task that differs from `Circles` in these members; return its place."""
+    Path(f"{mine}.py").write_text(f"{CODE}\nclass Own(Circles):\n    {members}\n")
+    return f"{mine}.py:Own"
+
+
 def test_a_task_trains_and_is_written_down(invoke: Invoke, mine: str) -> None:
     place = f"{mine}.py:Circles"
     output = invoke("train", "--task", place, "--report", "run.html", "--json", "run.json").output
@@ -326,7 +332,6 @@ WRONG = {
         ("loss(model, batch) returned the metric 'big' = int", "must be a number"),
     ),
     "exit": ("def model(self): raise SystemExit(0)", ("model failed", "SystemExit: 0")),
-    "exit while a property is read": ("@property\n    def metric(self): raise SystemExit", (": metric failed",)),
     "no metric": ("def evaluate(self, model, split): return {'accuracy': 1.0}", ("{'error': ...}",)),
     "no dict": ("def evaluate(self, model, split): return 0.5", ("returned 0.5",)),
     "no number": ("def evaluate(self, model, split): return {'error': torch.ones(2)}", ("must be one number",)),
@@ -354,14 +359,13 @@ WRONG = {
 @for_every("case", WRONG)
 def test_wrong_tasks_are_found_before_they_train(invoke: Invoke, mine: str, case: str) -> None:
     member, messages = WRONG[case]
-    path = Path(f"{mine}.py")
-    path.write_text(f"{CODE}\nclass Wrong(Circles):\n    {member}\n")
-    output = invoke("train", "--task", f"{mine}.py:Wrong", code=1).output
+    place = own(mine, member)
+    output = invoke("train", "--task", place, code=1).output
     torch.set_default_device(None)  # some tasks change torch's defaults
     torch.set_grad_enabled(True)
     for message in messages:
         assert message in output
-    assert f"{mine}.py:Wrong" in output
+    assert place in output
     assert "src/bighorn" not in output, "the traceback has frames of ours"
 
 
@@ -482,16 +486,6 @@ class Named(Circles):
         assert json.loads(Path("r.json").read_text())["history"]["evaluations"][0][1].keys() == {name}
 
 
-def test_runs_of_other_code_are_other_runs(invoke: Invoke, mine: str) -> None:
-    path = Path(f"{mine}.py")
-    options = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1, "--study", "s.study"]
-    command = ["compare", "--task", f"{mine}.py:Circles", *options]
-    assert "runs are already in" not in invoke(*command).output
-    assert "2 runs are already in s.study" in invoke(*command).output
-    path.write_text(CODE.replace("cross_entropy(model(points), labels)", "cross_entropy(model(points), labels) * 2"))
-    assert "runs are already in" not in invoke(*command).output
-
-
 def test_runs_need_a_split_to_be_judged_by_before_the_test(invoke: Invoke, mine: str) -> None:
     path = Path(f"{mine}.py")
     path.write_text(CODE.replace('("train", "validation", "test")', '("train", "test")'))
@@ -503,20 +497,20 @@ def test_runs_need_a_split_to_be_judged_by_before_the_test(invoke: Invoke, mine:
 
 def test_the_test_data_are_looked_at_once_after_all_steps(invoke: Invoke, mine: str) -> None:
     """The two tasks count the evaluations of each split; the trial of the task evaluates each once."""
-    Path(f"{mine}.py").write_text(f"""{CODE}
-class Counting(Circles):
-    evaluated = []
+    place = own(
+        mine,
+        """evaluated = []
     def evaluate(self, model, split):
         self.evaluated.append(split)
-        return {{"error": float(len(self.evaluated))}}
-""")
-    invoke("train", "--task", f"{mine}.py:Counting", "--json", "r.json", "--save", "r.pt")
-    evaluated = sys.modules[mine].Counting.evaluated
+        return {"error": float(len(self.evaluated))}""",
+    )
+    invoke("train", "--task", place, "--json", "r.json", "--save", "r.pt")
+    evaluated = sys.modules[mine].Own.evaluated
     assert evaluated == ["test", "validation", *["validation"] * 10, "test"]
     result = json.loads(Path("r.json").read_text())["result"]
     assert (result["validation_error"], result["best_validation_error"], result["test_error"]) == (12, 3, 13)
-    invoke("train", "--resume", "r.pt", "--task", f"{mine}.py:Counting")
-    again = sys.modules[mine].Counting.evaluated  # the file is imported again
+    invoke("train", "--resume", "r.pt", "--task", place)
+    again = sys.modules[mine].Own.evaluated  # the file is imported again
     assert again == ["test", "validation"]  # by the trial; the test's result is in the checkpoint
 
 
@@ -553,17 +547,13 @@ def test_parameters_may_be_excluded_from_decay_and_trust_ratio() -> None:
 
 
 def test_runs_whose_metric_is_no_number_are_the_worst(invoke: Invoke, mine: str) -> None:
-    path = Path(f"{mine}.py")
-    path.write_text(f"""{CODE}
-class Bursting(Circles):
-    def evaluate(self, model, split):
-        return {{"error": 0.5 if model[0].weight.std() < 0.6 else float("nan")}}
-""")
+    bursting = "return {'error': 0.5 if model[0].weight.std() < 0.6 else float('nan')}"
     options = ["--optimizers", "sgd,adamw", "--trials", 1, "--seeds", 2, "--processes", 1]
     for name in ("sgd", "adamw"):  # nothing is left to tune
         options += [word for key in OPTIMIZERS[name].space for word in ("--space", f"{name}.{key}=0.1")]
     options[options.index("sgd.lr=0.1")] = "sgd.lr=2"
-    words = ["--task", f"{mine}.py:Bursting", *options, "--report", "c.html", "--json", "c.json"]
+    place = own(mine, f"def evaluate(self, model, split): {bursting}")
+    words = ["--task", place, *options, "--report", "c.html", "--json", "c.json"]
     output = invoke("compare", *words).output
     assert "2 of 2 final runs of sgd at batch 16 diverged. They count as the worst value." in output
     assert "At batch 16 sgd (inf) cannot be distinguished from adamw (0.5): runs of sgd diverged." in output
@@ -617,16 +607,13 @@ def test_tensors_in_memory_are_a_task_of_their_own() -> None:
 
 def test_seeds_that_make_no_difference_are_refused_unless_that_is_meant(invoke: Invoke, mine: str) -> None:
     """`compare` alone refuses them, since its intervals are over seeds."""
-    path = Path(f"{mine}.py")
-    code = f"{CODE}\nclass Seeded(Circles):\n    def model(self):\n        torch.manual_seed(0)\n"
-    code += "        return super().model()\n"
-    path.write_text(code)
-    words = ["--task", f"{mine}.py:Seeded", "--batch-sizes", 16]
+    seeded = "def model(self):\n        torch.manual_seed(0)\n        return super().model()"
+    words = ["--task", own(mine, seeded), "--batch-sizes", 16]
     output = invoke("compare", *words, code=1).output
     assert "model() gives the same initial values for the seeds 0 and 1, so that all runs would be one" in output
     assert "pretrained = True" in output
     invoke("train", *words[:2])
-    path.write_text(f"{code}    pretrained = True\n")
+    own(mine, f"{seeded}\n    pretrained = True")
     invoke("compare", *words, "--trials", 1, "--seeds", 1, "--processes", 1)
 
 
@@ -655,14 +642,9 @@ def test_the_number_of_evaluations_does_not_change_a_run(mine: str) -> None:
 
 def test_a_constant_that_models_share_is_accepted(invoke: Invoke, mine: str) -> None:
     """Such a constant is the matrix of a graph, or a frozen part that is trained elsewhere."""
-    Path(f"{mine}.py").write_text(
-        f"""{CODE}
-class Sharing(Circles):
-    kept = nn.Linear(2, 2).requires_grad_(False)
+    members = """kept = nn.Linear(2, 2).requires_grad_(False)
     def model(self):
         made = nn.Sequential(self.kept, *super().model())
         made.register_buffer("matrix", self.kept.weight.detach())
-        return made
-"""
-    )
-    invoke("train", "--task", f"{mine}.py:Sharing")
+        return made"""
+    invoke("train", "--task", own(mine, members))

@@ -137,9 +137,6 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
         ("kill", []),
         ("kill_saving", ["--tail-overlap"]),
         ("kill", ["--shard-update"]),
-        pytest.param("kill_saving", [], marks=[pytest.mark.slow]),
-        pytest.param("kill", ["--tail-overlap"], marks=[pytest.mark.slow]),
-        pytest.param("kill_saving", ["--shard-update"], marks=[pytest.mark.slow]),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

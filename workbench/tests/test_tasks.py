@@ -51,23 +51,19 @@ def test_corrupt_idx_files(tmp_path: Path, name: str, content: bytes, message: s
         read_idx(path, 3)
 
 
-def test_missing_idx_files_are_named(idx_folder: Path) -> None:
-    for path in idx_folder.glob("t10k-*"):
-        path.unlink()
-    with pytest.raises(InputError, match=f"lacks {FILES[2]}, {FILES[3]} "):
-        TASKS["mnist"](str(idx_folder))
-
-
-def test_images_and_labels_must_agree(idx_folder: Path) -> None:
-    labels = idx_folder / FILES[1]
+def test_idx_files_that_are_missing_or_disagree_are_named(idx_folder: Path) -> None:
+    labels, test_images = idx_folder / FILES[1], idx_folder / f"{FILES[2]}.gz"
+    kept = labels.read_bytes()
     labels.write_bytes(struct.pack(">2xBBI", 8, 1, 3) + b"\1\2\3")
     with pytest.raises(InputError, match="64 train images, but 3 labels"):
         TASKS["mnist"](str(idx_folder))
-
-
-def test_images_must_have_the_size_of_the_network(idx_folder: Path) -> None:
-    (idx_folder / f"{FILES[2]}.gz").write_bytes(gzip.compress(struct.pack(">2xBB3I", 8, 3, 16, 2, 2) + bytes(64)))
+    labels.write_bytes(kept)
+    test_images.write_bytes(gzip.compress(struct.pack(">2xBB3I", 8, 3, 16, 2, 2) + bytes(64)))
     with pytest.raises(InputError, match=r"t10k images of \(2, 2\) pixels, not \(28, 28\)"):
+        TASKS["mnist"](str(idx_folder))
+    for path in idx_folder.glob("t10k-*"):
+        path.unlink()
+    with pytest.raises(InputError, match=f"lacks {FILES[2]}, {FILES[3]} "):
         TASKS["mnist"](str(idx_folder))
 
 

@@ -625,6 +625,21 @@ def test_the_cpu_backend_says_what_it_does_not_do_and_auto_hands_it_to_foreach()
     assert_bitwise(*results)
 
 
+def test_auto_picks_a_backend_for_the_options_of_each_group() -> None:
+    """The C library has no cautious step, and would take a plain one."""
+    results = []
+    for backend in ("auto", "foreach"):
+        torch.manual_seed(0)
+        params = [Parameter(torch.randn(4, 4)) for _ in range(2)]
+        groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "cautious": True}]
+        optimizer = Lamb(groups, lr=0.1, backend=backend)
+        for _ in range(3):
+            set_gradients(params, [torch.randn(4, 4) for _ in params])
+            optimizer.step()
+        results.append(params[1])
+    assert results[0].equal(results[1])
+
+
 @pytest.mark.parametrize(
     ("backend", "case"),
     runs(BY_ID[name] for name in ("mixed-paper-v5", "came-mixed-published", "lars-mixed-paper")),

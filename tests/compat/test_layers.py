@@ -121,6 +121,7 @@ def test_it_is_itself_on_the_ranks_of_shard_update() -> None:
 def test_a_loss_scale_divides_whole_steps_alone() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = mindformers.Came(model.named_parameters(), 0.1, loss_scale=4)
+    assert [copy.deepcopy(optimizer).loss_scale, pickle.loads(pickle.dumps(optimizer)).loss_scale] == [4, 4]
     with pytest.raises(ValueError, match="loss_scale=4 divides the gradients of a whole step; leave it at 1"):
         bighorn.release_gradients(model, optimizer)
 

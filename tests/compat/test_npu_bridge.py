@@ -267,9 +267,13 @@ def test_a_branch_of_the_example_is_the_plain_optimizer(name: str, branch: int) 
         assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
         assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
     overlap_runs.assert_same(model, plain)
+    before = [param.clone() for param in model.parameters()]
     twin = copy.deepcopy(optimizer)
     assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
-    assert twin.opt is not optimizer.opt
+    weight = twin.param_groups[0]["params"][0]
+    twin.minimize((weight - 1).square().sum())
+    assert not weight.equal(before[0])
+    assert all(map(torch.equal, model.parameters(), before)), "the copy steps its own parameters"
 
 
 def test_hooks_groups_and_gradients_are_those_of_the_optimizer() -> None:

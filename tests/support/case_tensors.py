@@ -13,7 +13,7 @@ Fill = Literal["normal", "big", "small", "zero"]
 Grad = Literal[
     "normal", "tiny", "minute", "huge", "zero", "zero-rows", "zero-columns", "ladder", "constant", "none", "late", "gap"
 ]
-Layout = Literal["plain", "transposed", "strided", "gaps", "channels_last", "misaligned", "expanded", "lazy"]
+Layout = Literal["plain", "transposed", "columns", "strided", "gaps", "channels_last", "misaligned", "expanded", "lazy"]
 
 SCALES: Mapping[Grad, float] = {"tiny": 1e-3, "minute": 1e-8, "huge": 1e6, "zero": 0.0}
 
@@ -63,6 +63,8 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
     """Return a copy of the values in a memory layout."""
     if layout == "transposed":
         return values.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
+    if layout == "columns":  # of each matrix, one after the other
+        return values.mT.clone(memory_format=torch.contiguous_format).mT
     if layout == "strided":
         wide = torch.full((*values.shape[:-1], 2 * values.shape[-1]), 7.0, dtype=values.dtype)
         return wide[..., ::2].copy_(values)
@@ -78,7 +80,7 @@ def arranged(values: Tensor, layout: Layout) -> Tensor:
     if layout == "lazy":  # views that torch conjugates or negates when they are read
         if values.is_complex():
             return values.conj().resolve_conj().conj()
-        return torch.complex(torch.zeros_like(values), -values).conj().imag
+        return torch._neg_view(values.neg())
     return values.clone(memory_format=torch.contiguous_format)
 
 
@@ -105,6 +107,7 @@ ZOO = (
     Leaf("transposed.weight", (5, 9), layout="transposed"),
     Leaf("strided.weight", (6, 7), layout="strided", grad_layout="transposed"),
     Leaf("gaps.weight", (5, 6), layout="gaps", grad_layout="gaps"),
+    Leaf("columns.weight", (2, 6, 3), layout="columns"),
     Leaf("conv.weight", (4, 3, 3, 5), layout="channels_last"),
     Leaf("conv2.weight", (3, 2, 3, 3), grad_layout="channels_last"),
     Leaf("conv3.weight", (2, 4, 3, 2), layout="channels_last", grad_layout="channels_last"),

@@ -293,12 +293,6 @@ def test_refused_optimizers(make: Callable[[list[nn.Parameter]], Optimizer], rea
     TailOverlap(ddp, SGD(ddp.parameters()))
 
 
-class Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, 3, sparse=True)
-
-
 def test_refused_models() -> None:
     net = network()
     optimizer = SGD(net.parameters())
@@ -308,7 +302,7 @@ def test_refused_models() -> None:
         TailOverlap(distributed(net), [])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler, not float"):
         TailOverlap(distributed(net), optimizer, scaler=2.0)  # type: ignore[arg-type]
-    lookup = Lookup()
+    lookup = nn.ModuleDict({"table": nn.Embedding(3, 3, sparse=True)})
     with pytest.raises(ValueError, match=r"table has sparse gradients.*sparse=False"):
         TailOverlap(distributed(lookup), SGD(lookup.parameters()))
     delayed = distributed(

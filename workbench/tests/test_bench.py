@@ -124,13 +124,6 @@ def test_bf16_and_clipping_reach_the_optimizers(invoke: Invoke, monkeypatch: pyt
         assert 0 < averages.norm() <= 1.01e-4
 
 
-@pytest.mark.parametrize("table", peers.TABLES.values(), ids=peers.TABLES)
-def test_a_table_names_what_there_is(table: peers.BenchTable) -> None:
-    assert {table.baseline, *table.peers} <= set(peers.PEERS)
-    assert set(table.shapes) <= set(SHAPES)
-    assert set(table.columns) <= set(COLUMNS)
-
-
 def test_apex_takes_part_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     apex = ModuleType("apex.optimizers")
     monkeypatch.setattr(apex, "FusedLAMB", lambda params, **options: (params, options), raising=False)

@@ -19,16 +19,17 @@ from bighorn_workbench.options import SECTIONS
 from workbench.tests.command_line import Invoke
 
 QUICK = {
-    "train": ["--steps", "1"],
+    "train": ["--steps=1", "--threads=1"],
     "compare": [
-        *("--epochs", "0.5", "--seeds", "1", "--batch-sizes", "256", "--processes", "1"),
-        *("--optimizers", "adamw", "--trials", "1"),
+        *("--epochs=0.5", "--seeds=1", "--batch-sizes=256", "--processes=1"),
+        *("--optimizers=adamw", "--trials=1", "--space=adamw.lr=0.01"),
     ],
-    "lr-find": ["--steps", "20"],
-    "bench": ["--shapes", "tiny", "--optimizers", "lamb", "--seconds", "1e-9"],
+    "lr-find": ["--steps=20", "--threads=1"],
+    "bench": ["--shapes=tiny", "--optimizers=lamb", "--seconds=1e-9", "--threads=1"],
     "memory": [],
     "doctor": [],
 }
+"""Arguments of a short run; later ones override them."""
 
 
 def command(name: str) -> click.Command:

@@ -62,7 +62,7 @@ def test_a_rate_at_an_end_and_runs_that_diverge_are_named(monkeypatch: pytest.Mo
 
 
 def test_the_suggestion_is_good_enough_to_train_with(invoke: Invoke) -> None:
-    output = invoke("lr-find", "--report", "lr.html", "--json", "lr.json").output
+    output = invoke("lr-find", "--epochs", 6, "--report", "lr.html", "--json", "lr.json").output
     found = json.loads(Path("lr.json").read_text())
     assert [len(rung) for rung in found["rungs"]] == [12, 4, 2]
     assert f"18 of 18: lr {found['rungs'][-1][-1]['lr']:.3g}" in output

@@ -461,7 +461,7 @@ def test_a_ctrl_c_stays_one() -> None:
 
 def test_names_of_users_are_text_wherever_they_are_written(invoke: Invoke, mine: str) -> None:
     """Pages, figures, tables and the terminal show attributes, templates of `re`, formulas and non-text as text."""
-    for name in ('a" onload="alert(1)', "\\1 \\ell $\\frac{1 <b>&\x1b[2J\udc80\u202e"):
+    for name in ('a" onload="alert(1)', "\\1 \\ell $\\frac{1 <bdi>&\x1b[2J\udc80\u202e"):
         Path(f"{mine}.py").write_text(f"""{CODE}
 class Named(Circles):
     metric = {name!r}
@@ -483,6 +483,7 @@ class Named(Circles):
         for report in ("r.html", "c.html"):
             page = assert_self_contained(Path(report))
             assert not [name for name in page.attributes if name.startswith("on")]
+            assert "bdi" not in page.tags
         assert json.loads(Path("r.json").read_text())["history"]["evaluations"][0][1].keys() == {name}
 
 

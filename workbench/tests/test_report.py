@@ -65,13 +65,6 @@ def test_report_of_a_resumed_run_shows_the_whole_run(invoke: Invoke, interrupt_a
     assert drawn == whole
 
 
-def test_what_users_name_is_escaped(invoke: Invoke, text_file: Path) -> None:
-    strange = text_file.rename(text_file.with_name("<b>&.txt"))
-    invoke("train", "--task", "text", "--data", strange.name, "--steps", 1, "--report", "run.html")
-    assert "<b>&.txt" in Page(Path("run.html")).text
-    assert "<b>&" not in Path("run.html").read_text()
-
-
 def test_a_report_that_fails_loses_nothing(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> str:
         raise ZeroDivisionError("no figure")
@@ -88,12 +81,8 @@ def test_a_report_that_fails_loses_nothing(invoke: Invoke, monkeypatch: pytest.M
     assert "the loss became nan" in diverged
     assert "--report run.html cannot be drawn" in diverged
     invoke("train", "--resume", "run.pt", "--report", "run.html")
-
-
-def test_a_diverged_run_still_leaves_its_report(invoke: Invoke) -> None:
-    output = invoke("train", "--lr", "1e30", "--warmup", 0, "--report", "run.html", code=1).output
-    assert "the loss became nan" in output
-    assert "Stopped after step" in assert_self_contained(Path("run.html")).text
+    invoke("train", "--lr", "1e30", "--warmup", 0, "--report", "diverged.html", code=1)
+    assert "Stopped after step" in assert_self_contained(Path("diverged.html")).text
 
 
 def test_heat_map_of_many_layers_gives_each_its_line() -> None:

@@ -114,12 +114,11 @@ def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.M
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_finished_run_resumes_to_its_report(invoke: Invoke) -> None:
+def test_a_finished_run_resumes_to_its_end(invoke: Invoke) -> None:
     invoke("train", "--epochs", 1, "--save", "run.pt")
     before = content(Path("run.pt"))
-    output = invoke("train", "--resume", "run.pt", "--report", "run.html").output
+    output = invoke("train", "--resume", "run.pt").output
     assert "resumed after step 8, its last one: nothing is left to train" in output
-    assert "bighorn train --resume run.pt" in Path("run.html").read_text()
     assert_same(content(Path("run.pt")), before)
 
 
@@ -206,6 +205,10 @@ def test_a_checkpoint_of_another_model_or_version_is_refused(invoke: Invoke) -> 
     rewrite(checkpoint)
     output = invoke("train", "--resume", "run.pt", code=1).output
     assert "the option 'newer', which this version of bighorn does not know. Resume it with the version" in output
+    for part in ("config", "environment", "data", "processes", "run"):
+        rewrite({**checkpoint, part: None})
+        output = invoke("train", "--resume", "run.pt", code=1).output
+        assert "run.pt is damaged: it was changed after it was written" in output
 
 
 def test_nothing_in_a_checkpoint_is_run(invoke: Invoke, tmp_path: Path) -> None:

@@ -14,24 +14,7 @@ from bighorn_workbench.commands import COMMANDS, bighorn
 from bighorn_workbench.options import FilePath
 from tests.support.attack_settings import tries
 from workbench.tests.command_line import call
-
-QUICK: Mapping[str, Sequence[str]] = {
-    "train": ("--steps=1", "--threads=1"),
-    "compare": (
-        "--epochs=0.1",
-        "--seeds=1",
-        "--batch-sizes=256",
-        "--processes=1",
-        "--optimizers=adamw",
-        "--trials=1",
-        "--space=adamw.lr=0.01",
-    ),
-    "lr-find": ("--steps=20", "--threads=1"),
-    "bench": ("--shapes=tiny", "--optimizers=lamb", "--seconds=1e-9", "--threads=1"),
-    "memory": (),
-    "doctor": (),
-}
-"""Arguments of a short run. An attack appends its own arguments, which override these."""
+from workbench.tests.test_commands import QUICK
 
 NUMBERS = ("0", "1", "-1", "1.5", "nan", "inf", "-inf", "1e999", "", " ", "x", "0x10", "٣", "1_0", "--lr")
 PLACES = (

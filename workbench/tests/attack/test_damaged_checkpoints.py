@@ -79,7 +79,7 @@ def test_a_damaged_file(saved: Path, damage: Damage) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:state_dict has other parameter names")  # state is loaded by position
-@tries(120)
+@tries(150)
 @given(data=st.data(), signed=st.booleans())
 def test_an_edited_file(saved: Path, data: st.DataObject, signed: bool) -> None:
     """The digest has no key, so that an editor can sign."""

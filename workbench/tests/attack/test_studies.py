@@ -10,13 +10,13 @@ from hypothesis import given
 
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes
-from workbench.tests.attack.test_command_lines import QUICK
 from workbench.tests.command_line import call
+from workbench.tests.test_commands import QUICK
 
 
 def compare(path: Path) -> tuple[int, str]:
     """Return the exit code and the output of a comparison that continues a study."""
-    words = ["compare", *QUICK["compare"], "--epochs=0.5", "--study", str(path)]
+    words = ["compare", *QUICK["compare"], "--study", str(path)]
     result = call(*words)
     return result.exit_code, result.output
 

@@ -119,8 +119,11 @@ def test_every_name_under_a_heading_is_an_option() -> None:
     assert {name for names in SECTIONS.values() for name in names.split()} <= known
 
 
-def test_the_summaries_are_whole_in_80_columns() -> None:
+def test_the_summaries_are_whole_in_80_columns(invoke: Invoke) -> None:
+    assert "version" in invoke("--version").output
+    output = invoke("--help").output
     width = max(map(len, COMMANDS))
     for name in COMMANDS:
         summary = command(name).get_short_help_str(80 - width - 6)
         assert summary == COMMANDS[name], "the table has the first line of the command's help"
+        assert f"  {name:{width}}  {summary}\n" in output

@@ -53,12 +53,8 @@ def test_every_step_and_evaluation_of_a_training_is_logged(invoke: Invoke, runs:
     assert logged == [[step, found["accuracy"]] for step, found in history["evaluations"]]
     assert test == (len(history["loss"]), {f"test/{name}": value for name, value in history["test"].items()})
     assert (run.config["optimizer"], run.open) == ("lamb", False)
-
-
-def test_a_run_that_diverges_is_logged_up_to_its_end(invoke: Invoke, runs: list[SimpleNamespace]) -> None:
     invoke("train", "--lr", 1e30, "--warmup", 0, "--log", "wandb", code=1)
-    assert [step for step, _ in runs[0].values] == list(range(1, len(runs[0].values) + 1))
-    assert runs[0].values
+    assert [step for step, _ in runs[1].values] == list(range(1, len(runs[1].values) + 1)) != []
 
 
 def test_each_run_of_a_comparison_is_logged(invoke: Invoke, runs: list[SimpleNamespace]) -> None:

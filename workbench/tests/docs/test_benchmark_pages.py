@@ -121,11 +121,8 @@ def test_the_readme_says_what_the_files_say() -> None:
     text = pages["README.md"]
     panels = [f"{panel}: {words(front.peer_ratios(panel))}" for panel in front.PEERS]
     assert all(panel in page for panel in panels for page in pages.values())
-    totals = {
-        name: row["weights"] + row["gradients"] + row["state"]
-        for name, row in front.memory_rows().items()
-        if row["state"] is not None
-    }
+    rows = {name: row for name, row in front.memory_rows().items() if row["state"] is not None}
+    totals = {name: row["weights"] + row["gradients"] + row["state"] for name, row in rows.items()}
     int8, int4 = (totals[f"Came, {dtype}, stochastic, released"] for dtype in ("int8", "int4"))
     assert f"`Came` needs {int8:.1f} bytes per parameter with an int8 momentum and {int4:.1f} with int4" in text
     fp32, bf16 = totals["torch AdamW, fp32 weights"], totals["torch AdamW"]

@@ -28,17 +28,8 @@ pytestmark = [*GPU, needs_cuda]
 )
 def test_train_learns_and_its_checkpoint_loads_on_both_devices(tmp_path: Path, options: str) -> None:
     def train(*words: str) -> tuple[str, dict[str, Any]]:
-        command = [
-            sys.executable,
-            "-m",
-            "bighorn_workbench",
-            "train",
-            *words,
-            "--json",
-            "run.json",
-            "--report",
-            "run.html",
-        ]
+        outputs = ["--json", "run.json", "--report", "run.html"]
+        command = [sys.executable, "-m", "bighorn_workbench", "train", *words, *outputs]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout, json.loads((tmp_path / "run.json").read_text())

@@ -45,6 +45,8 @@ def test_layouts_and_dtypes_are_what_the_names_say() -> None:
     assert [grad is not None and grad.stride() for grad in gradients.values()] == [(4, 1), (1, 6)]
     assert all(strides[name] == (4, 1) for name in ("missing", "moved", "tall", "wide", "million", "float64"))
     assert [name for name, param_set in CLIFFS.items() if param_set.dtype is not None] == ["float64"]
+    refused = {name for name, param_set in CLIFFS.items() if not param_set.on_cuda}
+    assert refused == {"alternating", "channels_last", "gaps", "transposed"}
 
 
 @pytest.mark.usefixtures("small_sets")

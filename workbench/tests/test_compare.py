@@ -524,13 +524,12 @@ def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:
     assert Path("other").read_text() == "not a study\n"
 
 
-def test_torchrun_is_refused(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_is_refused_and_without_optuna_its_extra_is_named(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert "start it once, without torchrun, which is for train" in invoke("compare", *SMALL, code=1).output
-
-
-def test_without_optuna_its_extra_is_named(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda _: None)
     assert "compare needs Optuna: pip install optuna" in invoke("compare", code=1).output
 
@@ -558,6 +557,9 @@ def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> N
     runs = [trial(0.1, 0, 0.8), trial(0.2, 0, 0.9, loss=0.5), trial(0.3, 0, 0.9, loss=0.4), trial(1.0, 0, 0.0)]
     assert best_of(runs, higher=True).config.lr == 0.3
     assert best_of(runs, higher=False).config.lr == 1.0
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
+    diverged = make(config, Digits(), "test", 0.9)
+    assert (diverged.value, diverged.loss, diverged.steps_to_target) == (0.0, float("inf"), None)
     assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
 
 
@@ -576,12 +578,6 @@ def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> Non
     (tuned, first), (final, last) = seen[0], seen[-1]
     assert (first, last) == ("validation", "test")
     assert tuned.samples + len(tuned.data["validation"][0]) == final.samples
-
-
-def test_a_diverged_run_is_the_worst_one() -> None:
-    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
-    outcome = make(config, Digits(), "test", 0.9)
-    assert (outcome.value, outcome.loss, outcome.steps_to_target) == (0.0, float("inf"), None)
 
 
 def test_what_a_cell_comes_to() -> None:
@@ -603,12 +599,8 @@ def test_a_wide_table_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_words_say_what_the_figures_say() -> None:
-    cells = [
-        cell("lamb", 32, 0.2, 0.9),
-        cell("lamb", 64, 0.2, 0.8),
-        cell("sgd", 32, 0.2, 0.9),
-        cell("sgd", 64, 0.2, 0.85),
-    ]
+    values = {("lamb", 32): 0.9, ("lamb", 64): 0.8, ("sgd", 32): 0.9, ("sgd", 64): 0.85}
+    cells = [cell(name, size, 0.2, value) for (name, size), value in values.items()]
     assert verdicts(cells) == [
         "At batch 32 sgd (90.0%) cannot be distinguished from lamb (90.0%): one seed has no interval; give --seeds 10.",
         "At batch 64 sgd (85.0%) cannot be distinguished from lamb (80.0%): one seed has no interval; give --seeds 10.",

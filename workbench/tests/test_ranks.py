@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,24 +59,15 @@ def end(monkeypatch: pytest.MonkeyPatch) -> End:
     return seen
 
 
-def test_no_model_is_alive_when_the_process_group_ends(end: End) -> None:
-    with Ranks.join():
+@pytest.mark.parametrize("error", [None, InputError, ZeroDivisionError])
+def test_no_model_is_alive_when_the_process_group_ends(error: type[Exception] | None, end: End) -> None:
+    with nullcontext() if error is None else pytest.raises(error, match="wrong"), Ranks.join():
         end.train()
         assert end.models[0]() is not None  # without a reference cycle, nothing would be left to collect
+        if error is not None:
+            raise error("wrong")
     assert end.alive == [False]
     end_process_group()  # does nothing without a group
-    assert end.alive == [False]
-
-
-@pytest.mark.parametrize("error", [InputError, ZeroDivisionError])
-def test_nor_after_an_error(error: type[Exception], end: End) -> None:
-    def fails() -> None:
-        model = DistributedDataParallel(nn.Linear(4, 2))
-        end.models.append(weakref.ref(model.module))
-        raise error("wrong")
-
-    with pytest.raises(error, match="wrong"), Ranks.join():
-        fails()
     assert end.alive == [False]
 
 

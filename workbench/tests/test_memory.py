@@ -20,7 +20,7 @@ from bighorn.kernels.rounding import LOW, ROUNDING_MODES
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.footprint import FOOTPRINTS, Named, Total, Weights, kinds, total_of
-from bighorn_workbench.memory import MemoryConfig, layer_rows
+from bighorn_workbench.memory import layer_rows
 from bighorn_workbench.optimizers import CONTESTANTS, state_bytes
 from bighorn_workbench.peer_state import OF_OTHERS
 from bighorn_workbench.run import Run
@@ -78,8 +78,8 @@ def test_odd_shapes_weigh_what_was_predicted(name: str, precision: str) -> None:
     assert predicted == allocated(BUILD[name](params), params)
 
 
-@pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("way", ROUNDING_MODES)
+@for_every("dtype", LOW)
 @for_every("name", [name for name in FOOTPRINTS if name.startswith(("came", "lamb", "lars"))])
 def test_ways_of_rounding_weigh_what_was_predicted(name: str, way: str, dtype: torch.dtype) -> None:
     params = parameters(ODD, dtype)
@@ -350,8 +350,3 @@ def test_options_go_to_the_optimizers_that_have_them(invoke: Invoke) -> None:
     assert total["came-int8"] == sum(Came.state_bytes(params, factor="last_two", **mine).values())
     assert total["lamb-int8"] == sum(Lamb.state_bytes(params, **mine).values())
     assert total["came-int8"] != sum(Came.state_bytes(params, **mine).values())
-
-
-def test_only_digits_needs_no_word(invoke: Invoke) -> None:
-    assert MemoryConfig().weights()[0] == "digits"
-    assert "hidden2.weight" in invoke("memory").output

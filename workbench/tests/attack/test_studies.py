@@ -16,8 +16,7 @@ from workbench.tests.test_commands import QUICK
 
 def compare(path: Path) -> tuple[int, str]:
     """Return the exit code and the output of a comparison that continues a study."""
-    words = ["compare", *QUICK["compare"], "--study", str(path)]
-    result = call(*words)
+    result = call("compare", *QUICK["compare"], "--study", path)
     return result.exit_code, result.output
 
 

@@ -25,7 +25,7 @@ def test_parts_grow_and_shrink(buckets: int, sizes: list[int]) -> None:
 
 def test_backward_ends_while_two_buckets_are_in_flight() -> None:
     net, copies, go = network(), SlowCopies(seed=None), threading.Event()
-    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), bucket_mb=0.0275, copies=copies)
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), bucket_mb=0.027, copies=copies)
     loss_of(net, 0).backward()
     count = len(optimizer._current.buckets)
     optimizer.step()

@@ -90,7 +90,7 @@ SECTIONS = {
 """The headings of a command's help, and the options below each; others come last."""
 
 LISTS = ("--optimizers", "--batch-sizes", "--shapes")
-"""Options whose value is a list with commas. Click uses the last value of a repeated option, and ignores the others."""
+"""Options whose value may be a list with commas. Click uses the last of repeated values, and ignores the others."""
 
 
 class Command(click.Command):
@@ -102,11 +102,11 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse. Refuse two lists for one option; for an unknown option, suggest options with similar letters."""
+        flags = [word.partition("=")[0] for word in args]
+        for flag in LISTS:
+            if (times := flags.count(flag)) > 1:
+                raise click.UsageError(f"{flag} is given {times} times. Give it once: {flag} A or A,B.", ctx)
         try:
-            flags = [param.opts[0] for param in self.make_parser(ctx).parse_args(args=list(args))[2]]
-            for flag in LISTS:
-                if (times := flags.count(flag)) > 1:
-                    raise click.UsageError(f"{flag} is given {times} times. Give one list: {flag} A,B.", ctx)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]

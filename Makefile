@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # Docker images of Python set it; each process of the tests would then compile all modules again, in 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help train quick test slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
+.PHONY: help train quick test compiled slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -85,9 +85,14 @@ docs: $(STAMP)
 # Tests that start processes wait for them: with three workers two cores take 456 s, with two 504.
 WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) * 3 // 2)')
 test: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync check docs $(TRITONS:%=$(VENV)/tritons/%)
-	$(BIN)/bighorn doctor --require cpu
+	$(MAKE) --jobs=2 --output-sync check docs compiled $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# One process compiles the modules that tests import, beside the type checker; else each worker would compile all. The tests
+# report what cannot be collected.
+compiled: $(STAMP)
+	$(BIN)/bighorn doctor --require cpu
+	$(BIN)/pytest --collect-only -qq -m "not slow" > /dev/null || true
 
 # The inner loop: no process is started, nothing is compiled, and no tensor has millions of elements. QUICK=... selects other folders or files.
 QUICK ?= tests/math tests/contract tests/errors tests/scaling tests/backends/test_backends.py

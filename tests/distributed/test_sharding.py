@@ -51,7 +51,9 @@ def rows() -> Iterator[Any]:
     """Return each layout with each run. Each run on FSDP2 with 2 ranks, and every `world`-th of others, is not slow."""
     for world in (2, 4):
         for (place, layout), (turn, name) in itertools.product(enumerate(LAYOUTS[world]), enumerate(RUNS)):
-            yield pytest.param(layout, name, marks=[pytest.mark.slow] * bool(layout != "fsdp" and (place + turn) % world))
+            yield pytest.param(
+                layout, name, marks=[pytest.mark.slow] * bool(layout != "fsdp" and (place + turn) % world)
+            )
 
 
 def world_of(layout: str, **_: object) -> int:

@@ -6,6 +6,7 @@ Each is forked from a process that has imported torch and bighorn, because impor
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -36,6 +37,7 @@ FORKS.set_forkserver_preload(
     [
         "bighorn_workbench.train",
         "pytest",
+        "sklearn.datasets",
         "torch._dynamo",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
@@ -121,6 +123,7 @@ def assert_ended_well(processes: Sequence[Outcome]) -> None:
 
 def become(argv: list[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
     """Run a program in this new process as `python` would."""
+    gc.freeze()  # a collection would visit the objects of all imports, and so copy their pages
     for descriptor, path in ((1, output), (2, errors)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
     faulthandler.enable()  # an aborted process prints its stack

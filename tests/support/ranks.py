@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -179,6 +180,7 @@ class Pool:
 
 def serve(rank: int, world: int, set_up: SetUp, folder: Path, connection: Connection[Failure | None, Call]) -> None:
     """Run calls until the connection ends."""
+    gc.freeze()
     errors = os.open(folder / f"errors-{rank}", os.O_WRONLY | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(errors, descriptor)

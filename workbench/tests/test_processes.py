@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.processes import LIMIT, TORCHRUN, VARIABLES
+from tests.support.processes import LIMIT, TORCHRUN, VARIABLES, assert_ended_well
 from workbench.tests.command_line import Invoke, write_idx, write_text
 from workbench.tests.torchrun import (
     TWO,
@@ -23,7 +23,6 @@ from workbench.tests.torchrun import (
     history,
     in_processes,
     job,
-    under_torchrun,
 )
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
@@ -76,9 +75,9 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job("train", "--resume", "from1.pt", "--json", "to2.json"),
         job("train", "--resume", "from1-again.pt", "--json", "to2-shards.json", "--shard-update"),
     ]
-    done = under_torchrun(folder, jobs)
-    assert done.returncode == 0, done.stderr
-    (folder / "output").write_text(done.stdout)
+    ended = in_processes(2, folder, jobs)
+    assert_ended_well(ended)
+    (folder / "output").write_text("".join(end.output for end in ended))
     return folder
 
 
@@ -154,7 +153,9 @@ def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_p
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Torchrun and all of its processes receive the signal, as from a terminal; one process starts slowly."""
-    command = [*TWO, str(WORKER), json.dumps([job("train", "--epochs", "2000", "--tail-overlap", late=1)])]
+    data = ["--data", str(write_idx(tmp_path / "idx"))]  # digits would import scikit-learn in each process
+    options = ["--task", "mnist", *data, "--epochs", "2000", "--batch-size", "16", "--tail-overlap"]
+    command = [*TWO, str(WORKER), json.dumps([job("train", *options, late=1)])]
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -176,9 +177,10 @@ def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     found = re.findall(r"Resume with:\n {2}(torchrun .*)\n", output)
     assert len(found) == 1, output + errors
     assert re.fullmatch(
-        r"torchrun --nproc-per-node 2 --no-python bighorn train --resume \S+ --tail-overlap", found[0].strip()
+        r"torchrun --nproc-per-node 2 --no-python bighorn train --resume \S+ --data \S+ --tail-overlap",
+        found[0].strip(),
     )
-    assert torch.load(next(tmp_path.glob("bighorn-digits-lamb-step*.pt")), weights_only=True)["processes"] == 2
+    assert torch.load(next(tmp_path.glob("bighorn-mnist-lamb-step*.pt")), weights_only=True)["processes"] == 2
 
 
 # ---- two machines ---------------------------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Commands of ``bighorn`` in several processes, under torchrun or forked, which run `torchrun_worker.py`."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import LIMIT, TORCHRUN, VARIABLES, Outcome, outcomes
+from tests.support.processes import TORCHRUN, Outcome, outcomes
 
 WORKER = Path(__file__).with_name("torchrun_worker.py")
 TWO = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
@@ -18,12 +17,6 @@ Job = dict[str, Any]
 def job(*command: str, **events: int) -> Job:
     """Return a command with the steps at which an event happens."""
     return {"command": list(command), **events}
-
-
-def under_torchrun(folder: Path, jobs: list[Job]) -> subprocess.CompletedProcess[str]:
-    """Run the jobs in two processes under torchrun."""
-    command = [*TWO, str(WORKER), json.dumps(jobs)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=VARIABLES)
 
 
 def in_processes(count: int, folder: Path, jobs: list[Job]) -> list[Outcome]:

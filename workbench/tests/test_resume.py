@@ -78,7 +78,8 @@ def test_other_tasks_resume_bitwise(
     invoke: Invoke, interrupt_after: Callable[[int], None], task: str, text_file: Path, idx_folder: Path
 ) -> None:
     data = text_file if task == "text" else idx_folder
-    options = ["--task", task, "--data", data, "--steps", 6, "--batch-size", 24]
+    size = 4 if task == "text" else 24  # two epochs of images; a step of text takes long
+    options = ["--task", task, "--data", data, "--steps", 6, "--batch-size", size]
     invoke("train", *options, "--save", "whole.pt")
     interrupt_after(4)
     invoke(*resuming(invoke("train", *options, "--save", "parts.pt", code=130).output))
@@ -120,7 +121,7 @@ def test_a_finished_run_resumes_to_its_end(invoke: Invoke) -> None:
 
 
 def test_moved_data_may_be_named_again_and_other_data_are_refused(invoke: Invoke, text_file: Path) -> None:
-    invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--save", "run.pt")
+    invoke("train", "--task", "text", "--data", text_file, "--steps", 1, "--batch-size", 4, "--save", "run.pt")
     text_file.rename("elsewhere.txt")
     assert "give --data beside --resume" in invoke("train", "--resume", "run.pt", code=1).output
     invoke("train", "--resume", "run.pt", "--data", "elsewhere.txt")
@@ -272,8 +273,8 @@ def test_an_interrupted_run_without_a_name_overwrites_no_other(
 ) -> None:
     """It prints the command that resumes it, with quotes where a shell needs them."""
     interrupt_after(2)
-    report = ["--report", "my report.html"]
+    record = ["--json", "my record.json"]
     for seed, name in enumerate(("bighorn-digits-lamb-step2.pt", "bighorn-digits-lamb-step2-2.pt")):
-        output = invoke("train", "--steps", 4, "--seed", seed, *report, code=130).output
-        assert f"--resume {name} --report 'my report.html'\n" in output
+        output = invoke("train", "--steps", 4, "--seed", seed, *record, code=130).output
+        assert f"--resume {name} --json 'my record.json'\n" in output
         assert content(Path(name))["config"]["seed"] == seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,17 +14,6 @@ import bighorn
 from bighorn import backend_status, kernels
 from bighorn.kernels.cpu import library
 from tests.support.processes import LIMIT
-
-
-def printed(**variables: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bighorn` without the packages of the workbench."""
-    program = (
-        "import os, runpy, sys\n"
-        "sys.modules.update(dict.fromkeys(('bighorn_workbench', 'click', 'rich', 'matplotlib', 'jinja2')))\n"
-        f"os.environ.update({variables!r})\n"
-        "runpy.run_module('bighorn', run_name='__main__', alter_sys=True)"
-    )
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
 
 
 def test_it_has_a_row_for_each_backend_and_what_results_depend_on() -> None:
@@ -78,7 +68,12 @@ def test_wrong_arguments_and_variables_are_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_module_prints_it_with_torch_alone() -> None:
-    ended = printed(OMP_NUM_THREADS="1")
+    program = (
+        "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(('bighorn_workbench', 'click', 'rich', 'matplotlib', 'jinja2')))\n"
+        "runpy.run_module('bighorn', run_name='__main__', alter_sys=True)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
     assert lines["bighorn"] == version("bighorn")
@@ -86,7 +81,14 @@ def test_the_module_prints_it_with_torch_alone() -> None:
     assert set(lines) >= {*kernels.BACKENDS, "bighorn", "torch", "threads"}
 
 
-def test_the_module_ends_in_one_message_at_a_wrong_variable() -> None:
-    ended = printed(BIGHORN_NUM_THREADS="many")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("Error: BIGHORN_NUM_THREADS='many' in the environment must be a number of threads")
+def test_the_module_ends_in_one_message_at_a_wrong_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BIGHORN_NUM_THREADS", "many")
+    monkeypatch.setattr(sys, "argv", ["bighorn"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("bighorn", run_name="__main__")
+    assert capsys.readouterr().out == ""
+    assert str(ended.value).startswith(
+        "Error: BIGHORN_NUM_THREADS='many' in the environment must be a number of threads"
+    )

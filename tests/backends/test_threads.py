@@ -34,11 +34,8 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith((
 
 
 def run(code: str, **environment: str) -> str:
-    """Run code in a new process and return its standard output; fail if the code fails or takes too long.
-
-    The process is forked from one that has started no team, so it may have teams, unlike other forked processes.
-    """
-    teams = "from bighorn.kernels.cpu import library\nlibrary._forked = False\n"
+    """Run code in a new process and return its standard output; fail if the code fails or takes too long."""
+    teams = "from bighorn.kernels.cpu import library\nlibrary._forked = False\n"  # its parent has no team
     (process,) = outcomes(teams + textwrap.dedent(code), [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output
@@ -64,8 +61,6 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "thread-limit-2": {"OMP_THREAD_LIMIT": "2"},
     "dynamic": {"OMP_DYNAMIC": "true"},
 }
-
-
 LONG = {"thread-limit-1", "dynamic"}
 
 
@@ -83,9 +78,8 @@ def test_any_number_of_threads_gives_the_same_bits(environment: str, digests_of_
     code = f"""
         import os
         from tests.support import training_digests
-        tasks = "/proc/self/task"
         found = training_digests.digests({threads}, training_digests.WITH_CAME)
-        print(len(os.listdir(tasks)) if os.path.exists(tasks) else 5, *found)
+        print(len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 5, *found)
     """
     tasks, *found = map(int, (run if environment == "free" else run_afresh)(code, **ENVIRONMENTS[environment]).split())
     assert found == digests_of_one_thread

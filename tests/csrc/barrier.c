@@ -1,7 +1,7 @@
 /* The barrier and the distribution of rows, for ThreadSanitizer; this driver needs only run.c. */
 #include "team.h"
 
-enum { ROUNDS = 2000, SHARED_ROWS = 3, ROWS = 100 };
+enum { ROUNDS = 300, SHARED_ROWS = 3, ROWS = 100 };
 
 /* ---- the barrier ----------------------------------------------------------------------------------------- */
 

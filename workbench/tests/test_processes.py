@@ -16,14 +16,7 @@ import torch
 
 from tests.support.processes import LIMIT, TORCHRUN, VARIABLES, assert_ended_well
 from workbench.tests.command_line import Invoke, write_idx, write_text
-from workbench.tests.torchrun import (
-    TWO,
-    WORKER,
-    assert_same_run,
-    history,
-    in_processes,
-    job,
-)
+from workbench.tests.torchrun import TWO, WORKER, assert_same_run, history, in_processes, job
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
 MODES: dict[str, tuple[list[str], list[str]]] = {
@@ -132,11 +125,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("event", "parallel"),
-    [
-        ("kill", []),
-        ("kill_saving", ["--tail-overlap"]),
-        ("kill", ["--shard-update"]),
-    ],
+    [("kill", []), ("kill_saving", ["--tail-overlap"]), ("kill", ["--shard-update"])],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_path: Path, invoke: Invoke) -> None:

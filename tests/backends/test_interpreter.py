@@ -19,20 +19,19 @@ pytest.importorskip("triton")
 
 
 @compiled
-@pytest.mark.parametrize("algorithm", ["not came", "came"])
 @pytest.mark.parametrize(
-    "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "which", ["not slow", pytest.param("slow", marks=[pytest.mark.slow, pytest.mark.timeout(7200)])]
 )
-def test_in_the_interpreter(which: str, algorithm: str) -> None:
+def test_in_the_interpreter(which: str) -> None:
     """Compare the table of cases with the float64 reference, and run the interpreted tests of Triton's files."""
     names = "test_backends", "test_triton", "test_simulated_ranks"
     files = [str(Path(__file__).with_name(f"{name}.py")) for name in names]
-    chosen = ["-k", f"triton and {algorithm}", "-m", which, "--timeout", "1500"]
+    chosen = ["-k", "triton", "-m", which, "--timeout", "1500"]
     command = [sys.executable, "-m", "pytest", *files, *chosen, "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=3500, check=False
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=7100, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= (25 if which == "not slow" else 50), done.stdout
+    assert int(passed[1]) >= 100, done.stdout

@@ -24,7 +24,7 @@ from bighorn_workbench.shapes import SHAPES
 from tests.support.buckets import OPTIONS, Cuts, Shape, bucket, everything, on_ranks, same, stepped
 from tests.support.cases import set_gradients
 from tests.support.tables import for_every
-from tests.support.triton_interpreter import compiled, interpreted, mostly_slow, only_the_first_and_the_last
+from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,9 @@ KINDS: dict[str, tuple[tuple[Shape, ...], dict[str, Any]]] = {
 
 
 @interpreted
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, *(KINDS.keys() - {"wide"})))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "wide" else []) for kind in KINDS]
+)
 def test_a_came_step_equals_the_reference(kind: str) -> None:
     """Shapes have more rows and columns than a tile, and the average and the residuals are not zero."""
     shapes, options = KINDS[kind]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,6 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def mostly_slow(kinds: Iterable[str], *quick: str) -> list[Any]:
-    """Return the kinds as test parameters, slow unless they are `quick`: an interpreted step takes seconds."""
-    return [pytest.param(kind, marks=[] if kind in quick else [pytest.mark.slow]) for kind in kinds]
-
-
 def mend() -> None:
     """Round float32 to bfloat16 as devices do, and cache objects that the interpreter makes for every operation.
 
@@ -30,6 +25,10 @@ def mend() -> None:
     """
     import triton.language as tl
     from triton.runtime import interpreter
+
+    # Each sum and product of integers is else computed again in int64, and not looked at: asserts need `debug`.
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
 
     cast = interpreter.InterpreterBuilder.cast_impl
 
@@ -88,6 +87,24 @@ def mend() -> None:
         self.shape, self.numel = shapes[shape]
 
     tl.tensor.__init__ = init_tensor
+
+    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    interpreter.TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+    def patch_attr(obj: Any, name: str, member: Any, _: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def only_the_first_and_the_last(part: launch_group.LaunchGroup[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,9 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
     """Return the minimum numbers of 128-bit loads and stores of a thread."""
     each = constants.get("TILE_BLOCK", constants.get("BLOCK", 8 * device.THREADS)) // device.THREADS
     bits = [*(constants[key].primitive_bitwidth if key in constants else 0 for key in ("X", "G", "S"))]
-    x, g, s, v, kept = (each * width // 128 for width in (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0)))
+    widths = (*bits, 32, KEPT.get(constants.get("ROUNDING", ""), 0))
+    at_once = constants.get("VECTOR", 16)  # beside int4, as many as of the wider of X and G: 64 bits of the other
+    x, g, s, v, kept = (each * width // 128 if at_once * width >= 128 else 0 for width in widths)
     coded, s = bool(constants.get("M_FORM")), s // 2 if constants.get("M_FORM") == "int4" else s
     return {
         "lars_norms": (2 * (x + kept) + g, 0),

@@ -40,9 +40,7 @@ def launches(kind: Any, dtype: torch.dtype, state: Any) -> Iterator[tuple[Any, t
     def note(kernel: Any, tables: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> Any:
         own = {name: constants[name] for name in kernel.arg_names if name in constants}
         if kernel.fn.__name__ in KERNELS:
-            found.setdefault(
-                f"{kernel.fn.__name__} {own}", (kernel, tuple(kernel_variants.POINTERS[t.dtype] for t in tables), own)
-            )
+            found.setdefault(f"{kernel.fn.__name__} {own}", (kernel, kernel_variants.pointers(tables), own))
         return lambda *_: None
 
     with (

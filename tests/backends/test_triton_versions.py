@@ -26,35 +26,35 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize(
     ("version", "which"),
     [
-        (OLDEST, "not slow"),
-        *(pytest.param(version, "", marks=SLOW) for version in (OLDEST, *OTHERS)),
+        (OLDEST, "language"),
+        *(pytest.param(version, "everything", marks=SLOW) for version in (OLDEST, *OTHERS)),
     ],
-    ids=lambda value: {"not slow": "covering", "": "everything"}.get(value, value),
 )
 def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
     """The output has the reason if a Triton does not support a target, and the spilled bytes before 3.6.
 
-    `make test` compiles for one target, since a new machine has an empty Triton cache.
+    `make test` compiles what shows whether the language has all that kernels need: Triton's cache is empty on a new
+    machine.
     """
     folder = UNPACKED / version
     if not folder.is_dir():
         pytest.skip(f"no Triton {version} beside the environment: `make .venv/tritons/{version}` unpacks it")
     file = Path(__file__).with_name("test_triton_compile.py")
-    more = ["-n", "auto"] if which == "" else ["-k", "sm_90 or not spills"]
+    more = ["-n", "auto"] if which == "everything" else ["-k", "not spills"]
     # Warnings of other versions are not failures.
-    command = [sys.executable, "-m", "pytest", str(file), "-m", which, "-W", "default", "-rsP", *more]
+    command = [sys.executable, "-m", "pytest", str(file), "-W", "default", "-rsP", *more]
     done = subprocess.run(
         [*command, "-p", "no:cacheprovider"],
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=3500 if which == "" else 800,
+        timeout=3500 if which == "everything" else 800,
         check=False,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert f"triton {version}" in done.stdout
-    assert sum(map(int, re.findall(r"^(\d+) variants compiled", done.stdout, re.MULTILINE))) > 50
+    assert sum(map(int, re.findall(r"^(\d+) variants compiled$", done.stdout, re.MULTILINE))) > 25
 
 
 def test_make_unpacks_them() -> None:

@@ -33,8 +33,10 @@ def source(kernel: Any, pointers: Sequence[str], constants: dict[str, Any]) -> A
 
     tables = dict(zip(kernel.arg_names, pointers, strict=False))
     signature = {argument: tables.get(argument, "constexpr") for argument in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(pointers))}
-    return ASTSource(kernel, signature, constants, aligned)
+    aligned: list[Any] = [["tt.divisibility", 16]]
+    # A launch gives constants empty lists, and shares the cache if these are the same.
+    attributes = {(i,): aligned if i < len(pointers) else [] for i in range(len(kernel.arg_names))}
+    return ASTSource(kernel, signature, constants, attributes)
 
 
 def found_in_ptx(kernel: Any) -> tuple[int, int]:

@@ -25,9 +25,17 @@ from tests.support.covering_cases import fewest
 from tests.support.kernel_compilation import TARGETS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LAUNCHED = "sm_90"
+"""The target of `fake_gpu.py`, which compiles each kernel that it launches."""
+
+STORES = {
+    "ROUNDING": {"lamb_apply", "lars_apply", "came_apply", "came_move"},
+    "M_FORM": {"lamb_moments", "lars_apply", "came_average", "came_move"},
+}
+"""The kernels that store what a constant describes, the weights or the momentum; others only load it."""
+
 ROUNDINGS = ("kahan", "kahan8", "stochastic", "master")
 STATES = (F32, BF16, "int8", "int4")
-POINTERS = {torch.float64: "*fp64", F32: "*fp32", torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +59,20 @@ class Variant:
         return "-".join([self.name, self.target, *(f"{key}={value}" for key, value in self.constants + self.options)])
 
     def traits(self) -> set[tuple[object, ...]]:
-        """Return properties that can fail in a Triton version: each target, and each value of a kernel's constant.
+        """Return properties that can fail: a kernel for AMD and for `LAUNCHED`, and each value of a kernel's constant.
 
-        On AMD GPUs, for which some versions have no linker, each kernel counts once.
+        The dtypes of one width, and the rounding modes of kernels that only load weights, are alike but for functions
+        that all kernels share; each target has each of them. Some versions have no linker for AMD GPUs.
         """
         of_nvidia = TARGETS[self.target][0] == "cuda"
-        values = [(key, str(value)) for key, value in self.constants + self.options if of_nvidia]
-        return {(self.name, *each) for each in ((self.target,), *values)}
+        has: set[tuple[object, ...]] = set() if of_nvidia and self.target != LAUNCHED else {(self.name, self.target)}
+        for key, value in self.constants + self.options if of_nvidia else ():
+            width = getattr(value, "primitive_bitwidth", None)
+            loads = key == "ROUNDING" and self.name not in STORES[key]
+            has.add(("", key, value) if loads else (self.name, key, width or str(value)))
+            if width or key == "ROUNDING":
+                has.add((self.target, key, str(value)))
+        return has
 
 
 @cache
@@ -78,10 +93,28 @@ def covering() -> set[str]:
     return fewest({variant.id: (variant.traits(), 1.0) for variant in variants()})
 
 
+def language() -> list[Variant]:
+    """Return variants for `LAUNCHED` with each kernel, and each value of a constant where it is loaded and stored."""
+    every = {variant.id: variant for variant in variants() if variant.target == LAUNCHED}
+    traits: dict[str, set[tuple[object, ...]]] = {
+        id_: {(key, str(value), each.name in STORES.get(key, ())) for key, value in each.constants} | {(each.name,)}
+        for id_, each in every.items()
+    }
+    chosen = fewest({id_: (has, 1.0) for id_, has in traits.items()})
+    return [variant for id_, variant in every.items() if id_ in chosen]
+
+
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 Request = tuple[Any, tuple[str, ...], dict[str, Any]]
 """A kernel, the types of its tables, and the constants of the launch."""
+
+
+def pointers(tables: tuple[Tensor, ...]) -> tuple[str, ...]:
+    """Return Triton's names of the types of tables."""
+    from triton.runtime.jit import mangle_type
+
+    return tuple(map(mangle_type, tables))
 
 
 def recorded() -> list[Request]:
@@ -89,7 +122,7 @@ def recorded() -> list[Request]:
     requests: list[Request] = []
 
     def note(kernel: Any, tables: tuple[Tensor, ...], constants: dict[str, Any]) -> Any:
-        requests.append((kernel, tuple(POINTERS[table.dtype] for table in tables), constants))
+        requests.append((kernel, pointers(tables), constants))
         return lambda *_: None
 
     with pytest.MonkeyPatch.context() as patch:

@@ -61,8 +61,8 @@ class Variant:
     def traits(self) -> set[tuple[object, ...]]:
         """Return properties that can fail: a kernel for AMD and for `LAUNCHED`, and each value of a kernel's constant.
 
-        The dtypes of one width, and the rounding modes of kernels that only load weights, are alike but for functions
-        that all kernels share; each target has each of them. Some versions have no linker for AMD GPUs.
+        Kernels for dtypes of one width differ in functions that all kernels share, and so do kernels that only load
+        weights of several rounding modes; each target has each dtype and mode. Some versions have no linker for AMD.
         """
         of_nvidia = TARGETS[self.target][0] == "cuda"
         has: set[tuple[object, ...]] = set() if of_nvidia and self.target != LAUNCHED else {(self.name, self.target)}

@@ -1,5 +1,6 @@
 """Reports have their required contents, and load no other resources."""
 
+import itertools
 import json
 import math
 import re
@@ -118,6 +119,12 @@ def test_the_legend_has_the_lines_that_are_drawn(xlabel: str) -> None:
     )
     assert ">lost</text>" not in ranges
     assert ">whole</text>" in ranges
+
+
+def test_a_busy_machine_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report was lost where warnings are errors, since the best place of a legend was found after a second."""
+    monkeypatch.setattr("time.perf_counter", itertools.count(step=2).__next__)
+    assert ">training</text>" in plots.curves([1, 2], [2.0, 1.0], [(2, 0.5)], "loss")
 
 
 def test_points_have_titles() -> None:

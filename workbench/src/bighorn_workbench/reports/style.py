@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec
@@ -69,7 +70,9 @@ def drawn(figure: Callable[Arguments, str]) -> Callable[Arguments, str]:
 
     @wraps(figure)
     def styled(*args: Arguments.args, **named: Arguments.kwargs) -> str:
-        with mpl.rc_context(STYLE):
+        with mpl.rc_context(STYLE), warnings.catch_warnings():
+            # On a busy machine, finding the best place takes a second even for a few points.
+            warnings.filterwarnings("ignore", "Creating legend with loc")
             return figure(*_visible(args), **_visible(named))
 
     return styled

@@ -82,7 +82,7 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
-# Tests that start processes wait for them: with four workers two cores take 428 s, with three 463, with two about 500.
+# Tests that start processes wait for them: with four workers two cores take 428 s, with three 463.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(2 * (os.cpu_count() or 1))')
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync check docs compiled $(TRITONS:%=$(VENV)/tritons/%)

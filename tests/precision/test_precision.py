@@ -101,7 +101,7 @@ def test_8_bits_of_compensation_keep_half_a_256th_of_an_ulp(dtype: torch.dtype) 
 def test_tiny_updates_over_thousands_of_steps(dtype: torch.dtype) -> None:
     """Compared with a sum in float64, rounding to nearest loses all updates, and the other modes keep them."""
     steps, update, count = 3_750, -8e-7, 512
-    start = torch.linspace(0.5, 1.0, count).to(dtype)
+    start = torch.linspace(0.51, 1.0, count).to(dtype)  # below 0.5, a dtype keeps updates of half the size
     exact = start.double() + steps * update
     results: dict[str, Tensor] = {}
     for way in rounding.ROUNDING_MODES:

@@ -244,6 +244,7 @@ def test_experts(state_dtype: str, dim: int, backend: str) -> None:
     assert_close(ours["exp_avg_scale"], theirs["exp_avg_scale"], 1e-5, "scales")
     codes = [full(each["exp_avg"]) for each in (ours, theirs)]
     assert (codes[0] != codes[1]).float().mean() < 0.01, "a sum may be rounded to the neighbour of a code"
+    assert_close(p, q, 1e-2, "experts")
     away = (full(p) - q).abs() > 1e-4 * q.abs().max()
     assert away.float().mean() < 0.01, "where a code is another, one step moves the parameter by a 127th of its block"
 

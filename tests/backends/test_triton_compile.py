@@ -51,7 +51,7 @@ PARTS = 16
 def test_kernels_compile_without_spills_and_move_128_bits(part: int | None, target: str, tmp_path: Path) -> None:
     if reason := missing(TARGETS[target][0]):
         pytest.skip(reason)
-    every = [variant for variant in kernel_variants.variants() if variant.target == target]
+    every = kernel_variants.variants_for(target)
     few = kernel_variants.covering()
     compile_all([each for each in every if each.id in few] if part is None else every[part::PARTS], tmp_path)
 
@@ -143,9 +143,7 @@ def least_wide(name: str, constants: dict[str, Any]) -> tuple[int, int]:
 @compiled
 def test_a_new_layout_compiles_every_kernel_again() -> None:
     """Triton's cache key does not include constants of other modules, such as columns of tables."""
-    for variant in kernel_variants.variants():
-        if variant.target != kernel_variants.LAUNCHED:
-            continue
+    for variant in kernel_variants.variants_for(kernel_variants.LAUNCHED):
         constants = dict(variant.constants)
         assert constants["_SOURCES"] == launch_group.SOURCES
         keys = {source(variant.kernel, variant.pointers, constants | {"_SOURCES": number}).hash() for number in (1, 2)}

@@ -87,6 +87,10 @@ def variants() -> list[Variant]:
     return list(found.values())
 
 
+def variants_for(target: str) -> list[Variant]:
+    return [variant for variant in variants() if variant.target == target]
+
+
 @cache
 def covering() -> set[str]:
     """Return the ids of variants that together have every trait."""
@@ -95,7 +99,7 @@ def covering() -> set[str]:
 
 def language() -> list[Variant]:
     """Return variants for `LAUNCHED` with each kernel, and each value of a constant where it is loaded and stored."""
-    every = {variant.id: variant for variant in variants() if variant.target == LAUNCHED}
+    every = {variant.id: variant for variant in variants_for(LAUNCHED)}
     traits: dict[str, set[tuple[object, ...]]] = {
         id_: {(key, str(value), each.name in STORES.get(key, ())) for key, value in each.constants} | {(each.name,)}
         for id_, each in every.items()

@@ -43,7 +43,7 @@ class Lamb(MindSporeOptimizer, bighorn.Lamb):
     Args:
         params: Parameters or (name, Parameter) pairs; or groups, dicts with `params` and any of `lr`, `weight_decay`
             and `grad_centralization` (True: gradients of 3 or more dims, as of convolutions, lose their mean over dims
-            1..). One more dict may have `order_params`: every parameter, in the order in which a step visits them.
+            1..). One more dict may have `order_params`: every parameter, in the order in which a call takes gradients.
         learning_rate: A number, a tensor of one element, an iterable or a 1-D tensor, whose entry t - 1 holds at step
             t, or a schedule, called with the step (0 for the first).
         beta1: Decay of the average of the gradient, a float in (0, 1). Default: 0.9.

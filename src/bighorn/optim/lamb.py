@@ -108,7 +108,8 @@ class Lamb(KernelOptimizer):
             this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
             optimizer.* Default: False.
         second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".
-        cautious: Keep only the elements of r that point against their gradient, scaled up in turn. Default: False.
+        cautious: Zero the elements of r whose sign differs from the gradient's, and divide the others by the share that
+            is kept (at least 0.001). Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
             parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)

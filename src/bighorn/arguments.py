@@ -261,6 +261,12 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
+def truth(name: str, value: object) -> bool:
+    """Return True or False, also for 1 and 0 and for tensors of one element, as other packages' classes take them."""
+    value = _read(value)
+    return flag(name, bool(value) if is_real(value) and value in (0, 1) else value)
+
+
 def between(low: float, high: float = math.inf) -> Check:
     """Return a check for a real number from `low` to `high`."""
     return lambda name, value: number(name, value, low, high)

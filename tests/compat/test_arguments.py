@@ -54,6 +54,18 @@ def test_arguments_become_options(kind: Any) -> None:
     assert seen == inspect.signature(kind).parameters.keys() - {"params"}, "each argument has a row"
 
 
+@for_every("kind", [torch_npu.NpuFusedLamb, pytorch_fused_lamb.Lamb, apex.FusedLAMB, timm.Lamb], ids=name_of)
+def test_one_and_zero_are_true_and_false_as_in_the_classes_that_are_shipped(kind: Any) -> None:
+    """MindSpore's and MindFormers' classes refuse them, like bighorn's own."""
+    for arguments, _ in FACES[kind].rows:
+        for name, value in arguments.items():
+            if not isinstance(value, bool):
+                continue
+            for number in (int(value), torch.tensor(value)):
+                given, plain = (face(kind, weights().items(), 0.001, {name: each}) for each in (number, value))
+                assert described(given) == described(plain), (name, number)
+
+
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 Refusal = tuple[Options, type[Exception], str]
@@ -68,11 +80,11 @@ NO_LISTS: tuple[Any, ...] = (3, None, "w", torch.nn.Parameter(torch.ones(3)), {"
 A_FLOAT, A_NUMBER = " must be a float", " must be a number or a schedule"
 REFUSED: dict[Any, list[Refusal]] = {
     torch_npu.NpuFusedLamb: [
-        ({"adam": 1}, TypeError, "adam must be"),
-        ({"use_global_grad_norm": 1}, TypeError, "use_global_grad_norm must be"),
+        ({"adam": 2}, TypeError, "adam must be True or False, not 2"),
+        ({"use_global_grad_norm": "yes"}, TypeError, "use_global_grad_norm must be"),
     ],
     pytorch_fused_lamb.Lamb: [
-        ({"amsgrad": 1}, TypeError, "amsgrad must be"),
+        ({"amsgrad": "yes"}, TypeError, "amsgrad must be"),
     ],
     npu_bridge.LAMBOptimizer: [
         ({"learning_rate": -0.1}, ValueError, r"^learning_rate=-0\.1"),
@@ -94,8 +106,8 @@ REFUSED: dict[Any, list[Refusal]] = {
     apex.FusedLAMB: [
         ({"amsgrad": True}, ValueError, r"^amsgrad=True is refused by apex, too: use bighorn\.Lamb"),
         ({"set_grad_none": False}, ValueError, r"call zero_grad\(set_to_none=False\)$"),
-        ({"adam_w_mode": 1}, TypeError, "^adam_w_mode must be"),
-        ({"use_nvlamb": 1}, TypeError, "^use_nvlamb must be"),
+        ({"adam_w_mode": 2}, TypeError, "^adam_w_mode must be"),
+        ({"use_nvlamb": 2}, TypeError, "^use_nvlamb must be"),
     ],
     apex.FusedMixedPrecisionLamb: [
         ({"step": 5}, ValueError, "^step=5 must be 0: load_state_dict restores"),
@@ -103,9 +115,9 @@ REFUSED: dict[Any, list[Refusal]] = {
     ],
     timm.Lamb: [
         ({"corrected_weight_decay": True}, ValueError, "pass a schedule as weight_decay"),
-        ({"trust_clip": 1}, TypeError, "^trust_clip must be"),
-        ({"caution": 1}, TypeError, "^caution must be"),
-        ({"decoupled_decay": 1}, TypeError, "^decoupled_decay must be"),
+        ({"trust_clip": 2}, TypeError, "^trust_clip must be"),
+        ({"caution": 2}, TypeError, "^caution must be"),
+        ({"decoupled_decay": 2}, TypeError, "^decoupled_decay must be"),
     ],
     mindspore.Lamb: [
         *each("learning_rate", TypeError, *((bad, " must be") for bad in ("0.1", None, {0.1}, True))),

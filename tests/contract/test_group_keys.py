@@ -248,9 +248,18 @@ def test_a_multiplier_must_be_a_number(kind: Kind) -> None:
         kind([{"params": [Parameter(torch.ones(2))], "lr_scale": "half"}], lr=WarmUp(0.2, 2))
 
 
-@pytest.mark.parametrize("keys", [{"lars_exclude": True}, {"LARS_exclude": True}, {"layer_adaptation": False}], ids=str)
+@for_every(
+    "keys",
+    [
+        {"lars_exclude": True},
+        {"LARS_exclude": torch.tensor(True)},
+        {"lars_exclude": 1},
+        {"layer_adaptation": False},
+        {"layer_adaptation": 0},
+    ],
+)
 @pytest.mark.parametrize("kind", [Lamb, Lars], indirect=True)
-def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, bool], kind: Kind) -> None:
+def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, Any], kind: Kind) -> None:
     """They exclude from the trust ratio alone, like the LARS of OpenSelfSup and I-JEPA; weight decay is unchanged."""
     runs = []
     for options in (keys, {"adapt": False}, {}, {key: not value for key, value in keys.items()}):
@@ -263,3 +272,9 @@ def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, bool], k
     assert runs[0].equal(runs[1])
     assert runs[2].equal(runs[3])
     assert not runs[0].equal(runs[2])
+    for key in keys:
+        with pytest.raises(TypeError, match=f"{key} must be True or False, not 'yes'"):
+            kind([{"params": [param], key: "yes"}], lr=0.1)
+        optimizer.param_groups[0].update(keys)
+        with refused([param], optimizer, TypeError, rf"param_groups\[0\] got '{key}' .*: write adapt=False"):
+            optimizer.step()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import flag, knows_its_keywords
+from bighorn.arguments import knows_its_keywords, truth
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 
@@ -63,9 +63,9 @@ class FusedLAMB(Lamb):
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if not flag("set_grad_none", set_grad_none):
+        if not truth("set_grad_none", set_grad_none):
             raise ValueError("set_grad_none=False: leave it out, and call zero_grad(set_to_none=False)")
-        if flag("amsgrad", amsgrad):
+        if truth("amsgrad", amsgrad):
             raise ValueError('amsgrad=True is refused by apex, too: use bighorn.Lamb(second_moment="amsgrad")')
         super().__init__(
             params,
@@ -73,11 +73,11 @@ class FusedLAMB(Lamb):
             betas,
             eps,
             weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
+            bias_correction=truth("bias_correction", bias_correction),
+            grad_averaging=truth("grad_averaging", grad_averaging),
             max_grad_norm=max_grad_norm,
-            decay_mode="ratio" if flag("adam_w_mode", adam_w_mode) else "l2",
-            always_adapt=flag("use_nvlamb", use_nvlamb),
+            decay_mode="ratio" if truth("adam_w_mode", adam_w_mode) else "l2",
+            always_adapt=truth("use_nvlamb", use_nvlamb),
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, TailOverlap, shard_update
-from bighorn.arguments import beta, flag, knows_its_keywords
+from bighorn.arguments import beta, knows_its_keywords, truth
 from bighorn.compat._loss_scale import LossScaleManager
 from bighorn.compat._wrapped_optimizer import WrappedOptimizer
 
@@ -107,7 +107,7 @@ class FixedLossScaleManager(_Manager):
     """
 
     def __init__(self, loss_scale: float, enable_overflow_check: bool = True) -> None:
-        self._enable_overflow_check = flag("enable_overflow_check", enable_overflow_check)
+        self._enable_overflow_check = truth("enable_overflow_check", enable_overflow_check)
         super().__init__(FixedScale, init_scale=("loss_scale", loss_scale))
 
     def get_enable_overflow_check(self) -> bool:
@@ -216,9 +216,9 @@ class NPUOptimizer(WrappedOptimizer):
     ) -> None:
         if not isinstance(opt, Optimizer):
             raise TypeError(f"opt must be a torch.optim.Optimizer, not {type(opt).__name__}")
-        flag("is_distributed", is_distributed)
-        flag("is_loss_scale", is_loss_scale)
-        flag("is_tailing_optimization", is_tailing_optimization)
+        is_distributed = truth("is_distributed", is_distributed)
+        is_loss_scale = truth("is_loss_scale", is_loss_scale)
+        is_tailing_optimization = truth("is_tailing_optimization", is_tailing_optimization)
         _check_manager(loss_scale_manager, is_loss_scale)
         scaler = None
         if isinstance(opt, NPUOptimizer):
@@ -462,7 +462,7 @@ class NPUDistributedOptimizer(NPUOptimizer):
         *,
         model: DistributedDataParallel | None = None,
     ) -> None:
-        sharding = flag("is_weight_update_sharding", is_weight_update_sharding)
+        sharding = truth("is_weight_update_sharding", is_weight_update_sharding)
         super().__init__(optimizer, is_distributed=True, name=name, model=model)
         if sharding:
             self.opt = shard_update(self.opt, None if self.model is None else self.model.process_group)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import bighorn
-from bighorn.arguments import flag, knows_its_keywords
+from bighorn.arguments import knows_its_keywords, truth
 
 __all__ = ["Lamb", "lamb"]
 
@@ -51,7 +51,15 @@ class Lamb(bighorn.Lamb):
         *,
         maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, second_moment=_second_moment(amsgrad), maximize=maximize)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            second_moment=_second_moment(amsgrad),
+            maximize=truth("maximize", maximize),
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own, as `bighorn.Lamb.add_param_group`.
@@ -116,9 +124,9 @@ def lamb(
         >>> param, steps
         (tensor([0.5000, 0.5000]), tensor(1.))
     """
-    flag("has_complex", has_complex)
+    truth("has_complex", has_complex)
     states = {"step": state_steps, "exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
-    if flag("amsgrad", amsgrad):
+    if truth("amsgrad", amsgrad):
         states["max_exp_avg_sq"] = max_exp_avg_sqs
     for name, tensors in {"grad": grads, **states}.items():
         if len(tensors) != len(params):
@@ -139,4 +147,4 @@ def lamb(
 
 
 def _second_moment(amsgrad: object) -> Literal["adam", "amsgrad"]:
-    return "amsgrad" if flag("amsgrad", amsgrad) else "adam"
+    return "amsgrad" if truth("amsgrad", amsgrad) else "adam"

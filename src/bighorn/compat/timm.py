@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import bighorn
-from bighorn.arguments import flag, knows_its_keywords
+from bighorn.arguments import knows_its_keywords, truth
 
 __all__ = ["Lamb"]
 
@@ -64,7 +64,7 @@ class Lamb(bighorn.Lamb):
         corrected_weight_decay: bool = False,
         foreach: bool | None = None,  # noqa: ARG002 - timm's signature
     ) -> None:
-        if flag("corrected_weight_decay", corrected_weight_decay):
+        if truth("corrected_weight_decay", corrected_weight_decay):
             raise ValueError(
                 "corrected_weight_decay=True: pass a schedule as weight_decay, its value times lr / the largest lr"
             )
@@ -74,11 +74,11 @@ class Lamb(bighorn.Lamb):
             betas,
             eps,
             weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
+            bias_correction=truth("bias_correction", bias_correction),
+            grad_averaging=truth("grad_averaging", grad_averaging),
             max_grad_norm=max_grad_norm,
-            trust_ratio_bounds=(0.0, 1.0) if flag("trust_clip", trust_clip) else None,
-            always_adapt=always_adapt,
-            cautious=flag("caution", caution),
-            decay_mode="decoupled" if flag("decoupled_decay", decoupled_decay) else "ratio",
+            trust_ratio_bounds=(0.0, 1.0) if truth("trust_clip", trust_clip) else None,
+            always_adapt=truth("always_adapt", always_adapt),
+            cautious=truth("caution", caution),
+            decay_mode="decoupled" if truth("decoupled_decay", decoupled_decay) else "ratio",
         )

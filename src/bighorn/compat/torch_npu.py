@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import flag, knows_its_keywords, number
+from bighorn.arguments import knows_its_keywords, number, truth
 
 __all__ = ["NpuFusedLamb"]
 
@@ -54,17 +54,16 @@ class NpuFusedLamb(Lamb):
         adam: bool = False,
         use_global_grad_norm: bool = False,
     ) -> None:
-        clips = flag("use_global_grad_norm", use_global_grad_norm)
         super().__init__(
             params,
             lr,
             betas,
             eps,
             weight_decay,
-            adam=adam,
+            adam=truth("adam", adam),
             bias_correction=False,
             weight_norm_bounds=(0, 10),
-            max_grad_norm=1.0 if clips else None,
+            max_grad_norm=1.0 if truth("use_global_grad_norm", use_global_grad_norm) else None,
         )
 
     def clip_grad_norm_fused_(self, max_norm: float, norm_type: float = 2) -> Tensor:

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.arguments import NOT_OURS, OF_SGD, asked_for, brief, checked, integer, misspells, number, refuse_unknown
+from bighorn.arguments import (
+    NOT_OURS,
+    OF_SGD,
+    asked_for,
+    brief,
+    checked,
+    integer,
+    misspells,
+    number,
+    refuse_unknown,
+    truth,
+)
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
@@ -119,7 +130,7 @@ def joining(
     group = settings.without_own(given)
     settings.refuse_own(group, f"param_groups[{len(others)}]")
     for key in [key for key in group if str(key).lower() in NOT_ADAPTED and "adapt" in algorithm.options]:
-        if group.pop(key) is NOT_ADAPTED[key.lower()]:
+        if truth(key, group.pop(key)) == NOT_ADAPTED[key.lower()]:
             group["adapt"] = False
     check_keys(group, algorithm, "a parameter group", given=True)
     group.update(checked(algorithm.options, group))
@@ -182,6 +193,8 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
             continue
         if key in elsewhere:
             refuse_unknown([key], options, where, elsewhere)
+        if key.lower() in NOT_ADAPTED and "adapt" in options:
+            raise TypeError(f"{where} got {key!r} after it was added, when nothing reads it: write adapt=False")
         if others := dict.fromkeys(other.name.capitalize() for other in Algorithm.known if key in other.options):
             raise TypeError(
                 f"{where} got {key!r}, an option of {' and '.join(others)} but not of this optimizer: remove it, or "

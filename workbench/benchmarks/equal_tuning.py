@@ -118,16 +118,21 @@ def cells_of(name: str) -> dict[int, list[Cell]]:
     return {batch: list(group) for batch, group in groupby(cells, key=lambda cell: cell.batch)}
 
 
-def verdict(cell: Cell, row: list[Cell]) -> tuple[float, float]:
-    """Return how far a cell is above the baseline at its batch size, corrected for the comparisons with it."""
-    return cell.ahead(next(each for each in row if each.name == BASELINE), len(row) - 1)
+def comparisons_of(rows: dict[int, list[Cell]]) -> int:
+    """Return the number of comparisons with the baseline in a study; `bighorn compare` corrects for the same number."""
+    return sum(len(row) - 1 for row in rows.values())
 
 
-def difference(cell: Cell, row: list[Cell]) -> str:
+def verdict(cell: Cell, row: list[Cell], comparisons: int) -> tuple[float, float]:
+    """Return how far a cell is above the baseline at its batch size, corrected for the comparisons of the study."""
+    return cell.ahead(next(each for each in row if each.name == BASELINE), comparisons)
+
+
+def difference(cell: Cell, row: list[Cell], comparisons: int) -> str:
     """Return the difference from the baseline in words, in bold if it is clear; nothing for the baseline."""
     if cell.name == BASELINE:
         return ""
-    return _difference(cell.metric, verdict(cell, row))
+    return _difference(cell.metric, verdict(cell, row, comparisons))
 
 
 def _difference(metric: str, found: tuple[float, float]) -> str:
@@ -148,19 +153,20 @@ def spread(cell: Cell) -> str:
     return f"{mean} ({low}-{high})"
 
 
-def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]]) -> list[str]:
+def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]], comparisons: int) -> list[str]:
     """Return a row of the table: results on test data, figures of the trials, bytes and seconds.
 
     Args:
         cell: The optimizer.
         row: All of them at its batch size.
         steps: The seconds of a step, by optimizer and batch size.
+        comparisons: The comparisons with the baseline in the study.
     """
     good = [lr for (lr, _), fine in zip(cell.trials, cell.good, strict=True) if fine]
     return [
         cell.name,
         spread(cell),
-        difference(cell, row),
+        difference(cell, row, comparisons),
         f"{len(good)} of {len(cell.trials)}",
         f"{min(good):.2g} to {max(good):.2g}, x {_factor(max(good) / min(good))}",
         str(1 + cell.good.index(True)),
@@ -212,15 +218,15 @@ def _about(name: str) -> list[str]:
 
 def equal_table(name: str) -> str:
     """Return the tables of a comparison, one for each batch size, and its pictures if there are several."""
-    lines, steps = _about(name), load(SECONDS)[name]["steps"]
-    for batch, row in cells_of(name).items():
+    lines, steps, cells = _about(name), load(SECONDS)[name]["steps"], cells_of(name)
+    for batch, row in cells.items():
         metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
         head = ["optimizer", f"test {metric} (min-max)", f"{unit} from {BASELINE}", "good trials", "their rates"]
         lines += ["", f"At batch {batch:,} ({row[0].saved['steps']:,} steps):", ""]
         lines += _markdown(
-            [*head, "first good", "lost", "state", "seconds"], [figures(cell, row, steps) for cell in row]
+            [*head, "first good", "lost", "state", "seconds"],
+            [figures(cell, row, steps, comparisons_of(cells)) for cell in row],
         )
-    cells = cells_of(name)
     if len(cells) == 1:
         return "\n".join(lines) + "\n"
     metric = next(iter(cells.values()))[0].metric
@@ -241,7 +247,8 @@ def equal_table(name: str) -> str:
 
 def rates_table(name: str) -> str:
     """Return the table of a comparison on a grid of few rates."""
-    [row] = cells_of(name).values()
+    cells = cells_of(name)
+    [row] = cells.values()
     rates = sorted({lr for lr, _ in row[0].trials})
     head = ["optimizer", *(f"held out, {lr:g}" for lr in rates), "test accuracy (min-max)", f"points from {BASELINE}"]
     rows = [
@@ -249,7 +256,7 @@ def rates_table(name: str) -> str:
             cell.name,
             *(metric_text(cell.metric, dict(cell.trials)[lr]) for lr in rates),
             spread(cell),
-            difference(cell, row),
+            difference(cell, row, comparisons_of(cells)),
         ]
         for cell in row
     ]
@@ -260,15 +267,16 @@ def summary(names: str) -> str:
     """Return how often each optimizer was ahead of the baseline and behind it, over all cells of some comparisons."""
     found: dict[str, list[list[int]]] = {}
     for name in names.split(","):
-        for row in cells_of(name).values():
+        cells = cells_of(name)
+        for row in cells.values():
             for cell in row:
-                mean, half = (0.0, 0.0) if cell.name == BASELINE else verdict(cell, row)
+                mean, half = (0.0, 0.0) if cell.name == BASELINE else verdict(cell, row, comparisons_of(cells))
                 better = mean if is_share(cell.metric) else -mean
                 counts = [better > half, abs(mean) <= half, -better > half, sum(cell.good), cell.lost, len(cell.trials)]
                 found.setdefault(cell.name, []).append([int(each) for each in counts])
     rows = []
-    for name, cells in found.items():
-        ahead, equal, behind, good, lost, trials = map(sum, zip(*cells, strict=True))
+    for name, counted in found.items():
+        ahead, equal, behind, good, lost, trials = map(sum, zip(*counted, strict=True))
         verdicts = ["", "", ""] if name == BASELINE else [str(ahead), str(equal), str(behind)]
         rows.append([name, *verdicts, f"{good / trials:.0%}", f"{lost / trials:.0%}"])
     head = ["optimizer", f"ahead of {BASELINE}", UNCLEAR, f"behind {BASELINE}", "good trials", "lost trials"]
@@ -278,18 +286,17 @@ def summary(names: str) -> str:
 def pairs(words: str) -> str:
     """Return the differences between two optimizers of ``FILE:ONE,OTHER`` at each batch size."""
     name, _, both = words.partition(":")
-    rows = []
-    for batch, row in cells_of(name).items():
+    rows, cells = [], cells_of(name)
+    for batch, row in cells.items():
         one, other = (next(cell for cell in row if cell.name == each) for each in both.split(","))
-        rows.append(
-            [f"{batch:,}", spread(one), spread(other), _difference(one.metric, one.ahead(other, len(cells_of(name))))]
-        )
+        ahead = one.ahead(other, comparisons_of(cells))
+        rows.append([f"{batch:,}", spread(one), spread(other), _difference(one.metric, ahead)])
     first, second = both.split(",")
     return "\n".join(_markdown(["batch", first, second, "difference"], rows)) + "\n"
 
 
 def decays(names: str) -> str:
-    """Return how far each optimizer's metric moved when it was tuned again, corrected for comparisons at the batch."""
+    """Return how far each optimizer's metric moved when it was tuned again, corrected for the cells of the study."""
     found: dict[tuple[str, int], dict[str, str]] = {}
     for name in names.split(","):
         old_cells = [Cell(each, CLASSES.get(name, 10)) for each in load(name)["before"]]
@@ -297,7 +304,7 @@ def decays(names: str) -> str:
         for batch, row in cells_of(name).items():
             tuned_again = [(cell, old) for cell in row if (old := before.get((cell.name, batch)))]
             found[name, batch] = {
-                cell.name: _difference(cell.metric, cell.ahead(old, len(tuned_again))) for cell, old in tuned_again
+                cell.name: _difference(cell.metric, cell.ahead(old, len(before))) for cell, old in tuned_again
             }
     columns = list(dict.fromkeys(each for row in found.values() for each in row))
     rows = [
@@ -313,6 +320,7 @@ def sensitivity(name: str) -> str:
     runs = {(cell["name"], cell["change"]): cell["runs"] for cell in saved["changed"]}
     columns, (tuned, *changes) = (list(dict.fromkeys(each)) for each in zip(*runs, strict=True))
     losses = {key: [_value(run, "loss") for run in each] for key, each in runs.items()}
+    comparisons = len(runs) - len(columns)
 
     def moved(column: str, change: str) -> str:
         if (column, change) not in runs:
@@ -320,7 +328,7 @@ def sensitivity(name: str) -> str:
         here = losses[column, change]
         diverged = sum(not math.isfinite(loss) for loss in here)
         moves = [new - old for new, old in zip(here, losses[column, tuned], strict=True)]
-        words = _difference("loss", interval(moves, len(changes)))
+        words = _difference("loss", interval(moves, comparisons))
         if diverged:
             words = f"{diverged} of {len(here)} diverged"
         spikes = sum(run["spikes"] for run in runs[column, change])

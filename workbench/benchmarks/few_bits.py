@@ -116,6 +116,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text: mean, range, and the paired difference from float32, in bold if it is clear."""
     lines = ["| | state, weights | test (min-max) | from float32 |", "|---|---|---|---|"]
     exact: list[float] = []
+    comparisons = sum(row["form"] != FLOAT32 for row in rows)
     for row in rows:
         metric, values = row["metric"], row["values"]
         exact = values if row["form"] == FLOAT32 else exact
@@ -124,8 +125,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         words = ""
         if row["form"] != FLOAT32:
-            forms = sum((each["study"], each["name"]) == (row["study"], row["name"]) for each in rows) - 1
-            away, half = interval([a - b for a, b in zip(values, exact, strict=True)], forms)
+            away, half = interval([a - b for a, b in zip(values, exact, strict=True)], comparisons)
             scale, digits = (100, 1) if is_share(metric) else (1, 4)
             words = f"{scale * away:+.{digits}f} ± {scale * half:.{digits}f}"
             words = f"**{words}**" if abs(away) > half else words

@@ -37,6 +37,12 @@ class Layout:
     placements: tuple[Any, ...]
 
     @property
+    def holders(self) -> list[int]:
+        """The ranks of the mesh."""
+        ranks: list[int] = self.mesh.mesh.flatten().tolist()
+        return ranks
+
+    @property
     def sharded_dims(self) -> ShardedDims | None:
         """The mesh dims along which ranks hold different shards; None if each rank holds the whole tensor."""
         dims = [dim for dim, placement in enumerate(self.placements) if _split(placement) >= 0]
@@ -83,6 +89,11 @@ class RankSums(ABC):
     @abstractmethod
     def order(self) -> tuple[list[int], tuple[int, ...]]:
         """A key that sorts such objects in the same way on every rank."""
+
+    @property
+    def holders(self) -> list[int]:
+        """All ranks that hold shards of the tensors, or copies of these shards."""
+        return self.order[0]
 
     @abstractmethod
     def _counts(self, dims: Any) -> bool:
@@ -220,13 +231,21 @@ def unsupported_reason(param: Tensor) -> str | None:
     return None
 
 
-def ranks_of_shards(param: Tensor) -> list[int]:
-    """The ranks of the mesh over which a parameter is sharded."""
+def holders_of(param: Tensor) -> list[int] | None:
+    """The ranks of a distributed parameter's mesh; None if it is not distributed."""
     layout = layout_of(param)
-    if layout is None or layout.sharded_dims is None:
-        return []
-    ranks: list[int] = layout.mesh.mesh.flatten().tolist()
-    return ranks
+    return None if layout is None else layout.holders
+
+
+def counts_here(holders: Sequence[int] | None, process_group: Any) -> bool:
+    """Whether this rank counts a tensor in a sum over a process group, since its copies on other ranks are the same.
+
+    The first rank of the group among the holders counts it; each rank counts a tensor that is not distributed.
+    """
+    if holders is None or process_group is None:
+        return True
+    ranks = dist.get_process_group_ranks(process_group)
+    return next((rank for rank in ranks if rank in holders), None) == dist.get_rank()
 
 
 def is_sharded(param: Tensor) -> bool:

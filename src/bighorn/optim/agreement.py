@@ -27,18 +27,23 @@ def check_agreement(entries: Iterable[Entry], groups: list[Group], options: Iter
         settings: Options of the whole optimizer, some of which need sums of their own.
 
     Raises:
-        ValueError: The ranks differ. Every rank raises, and the message names the first difference.
+        ValueError: The ranks differ. Every rank raises, and the message names the first difference. Or parameters are
+            on meshes with different ranks, and a norm of all gradients needs a process group.
     """
     on_meshes: dict[object, list[Entry]] = {}
+    holders = []
     for entry in entries:
+        holders.append(entry.holders)
         if entry.ranks is not None:
             key = entry.ranks if isinstance(entry.ranks, FlatGroup) else entry.ranks.mesh
             on_meshes.setdefault(key, []).append(entry)
     pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
     whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
+    whole.append(f"grad_norm_group={'a process group' if settings.grad_norm_group is not None else None}")
     for ranks, mine in sorted(pairs, key=lambda pair: pair[0].order):
         ranks.check_same([*whole, *_described(mine, groups, names)])
+    settings.refuse_apart(holders)
 
 
 def _ranks(entries: list[Entry]) -> RankSums:

@@ -163,8 +163,9 @@ class Came(KernelOptimizer):
         rounding_seed: The seed of the random bits of "stochastic" and "int4", which otherwise depend only on the step,
             the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
         grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
-            part of the model's parameters: pipeline stages, or ZeroRedundancyOptimizer, for which
-            `bighorn.shard_update` sets it. *Whole optimizer.* Default: None.
+            part of the model's parameters: pipeline stages, experts on meshes of their own, or ZeroRedundancyOptimizer,
+            for which `bighorn.shard_update` sets it. The first rank of the group that holds a distributed parameter
+            counts it; each rank counts its plain ones. *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.
         backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"

@@ -68,6 +68,13 @@ class Entry:
     """The memory of this step's copy, and the gradient, which may not be there yet."""
 
     @property
+    def holders(self) -> list[int] | None:
+        """The ranks that hold the parameter, or shards or copies of it; None for a plain tensor."""
+        if isinstance(self.ranks, FlatGroup):
+            return self.ranks.ranks
+        return self.layout.holders if self.layout else None
+
+    @property
     def row_shard(self) -> Shard | None:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
         return self.shard.of_slice(here=True) if self.shard and self.stacked else self.shard

@@ -12,7 +12,6 @@ from torch import Tensor
 from bighorn.distributed.flat import FlatLayout, FlatParams
 from bighorn.kernels.bucket import Shard
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.settings import Settings
 from bighorn.optim.state import StateSpec, StateTensorSpec, all_dims
 
 KEY = "flat_layout"
@@ -41,7 +40,6 @@ def joining(
     tensors: list[Tensor],
     index: int,
     algorithm: Algorithm[Any],
-    settings: Settings,
 ) -> FlatParams | None:
     """Return the parameters in the flat tensors of a group that is to be added, after all ranks have compared them.
 
@@ -56,9 +54,7 @@ def joining(
         raise ValueError(f"{what} cannot be optimized as flat tensors: {reason}")
     if not tensors:
         raise ValueError(f"{what} has a {KEY} and no params: a rank that holds nothing gives an empty flat tensor")
-    flat = FlatParams.of(layout, tensors, what)
-    settings.refuse_to_add_up_over(flat.group.ranks)
-    return flat
+    return FlatParams.of(layout, tensors, what)
 
 
 def check_grads(groups: list[Group], flat: list[FlatParams | None], present: Iterable[int]) -> None:

@@ -190,7 +190,7 @@ class KernelOptimizer(Reports):
         group, tensors = param_groups.joining(
             param_group, self.param_groups, defaults, self.algorithm, settings, self._prefix
         )
-        flat = flat_tensors.joining(layout, group, tensors, len(self.param_groups), self.algorithm, self._settings)
+        flat = flat_tensors.joining(layout, group, tensors, len(self.param_groups), self.algorithm)
         scheduled: ScheduledOptions = {}
         attach_schedules(group, scheduled)
         if self._settings.backend != "auto":
@@ -410,7 +410,7 @@ class KernelOptimizer(Reports):
         flat, given = list(self._flat), list(self._given)
         for index, group in enumerate(self._groups):
             if replaced(group, given[index]):
-                flat[index] = adopted(group, index, self._given, self.algorithm, self._settings)
+                flat[index] = adopted(group, index, self._given, self.algorithm)
                 given[index] = list(group["params"]) if flat[index] is None else given[index]
         self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
         self._forget_plans()

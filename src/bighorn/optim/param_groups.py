@@ -6,6 +6,7 @@ keeps there; it is kept, saved and loaded, as torch does with all keys.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -147,8 +148,9 @@ def joining(
             raise TypeError(f"params must be tensors or pairs of a name and a tensor, not tuples of {len(param)}")
         name, tensor = param if isinstance(param, tuple) else (None, param)
         check_parameter(name, tensor, stacked=stacked)
-        settings.refuse_to_add_up_over(sharding.ranks_of_shards(tensor))
         tensors.append(tensor)
+    earlier = (param for other in others for param in other["params"] if sharding.any_distributed([param]))
+    settings.refuse_apart(map(sharding.holders_of, [*itertools.islice(earlier, 1), *tensors]))
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
     names = [name for name, _ in group["params"]] if any(pairs) else group.get("param_names")

@@ -18,7 +18,6 @@ from bighorn.distributed.sharding import PLAIN
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.flat_tensors import joining
 from bighorn.optim.param_groups import label_of
-from bighorn.optim.settings import Settings
 
 GivenParams = list[Tensor]
 """The parameters that a group had when it was added.
@@ -78,9 +77,7 @@ def layout_of(params: GivenParams, names: Sequence[str], flat: Tensor) -> FlatLa
     return FlatLayout([fragments], group)
 
 
-def adopted(
-    group: Group, index: int, all_given: Sequence[GivenParams], algorithm: Algorithm[Any], settings: Settings
-) -> FlatParams | None:
+def adopted(group: Group, index: int, all_given: Sequence[GivenParams], algorithm: Algorithm[Any]) -> FlatParams | None:
     """Return the parameters in the flat tensor that has replaced a group's; None if unflattened ones have.
 
     Raises:
@@ -100,4 +97,4 @@ def adopted(
         )
     names = [label_of(index, position, group.get("param_names")) for position in range(len(params))]
     layout = layout_of(params, names, group["params"][0])
-    return joining(layout, group, group["params"], index, algorithm, settings)
+    return joining(layout, group, group["params"], index, algorithm)

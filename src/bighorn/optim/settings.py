@@ -146,14 +146,21 @@ class Settings:
         for option in EXCLUSIONS:
             check_matches(option, getattr(self, option), known)
 
-    def refuse_to_add_up_over(self, ranks: list[int]) -> None:
-        """Raise if the process group contains several of the ranks over which a parameter's shards are summed."""
-        if self.grad_norm_group is None:
+    def refuse_apart(self, holders: Iterable[list[int] | None]) -> None:
+        """Raise if parameters are on meshes with different ranks, whose norms over all gradients would differ.
+
+        Experts on such a mesh differ from the parameters on other meshes, copies of tensor parallelism do not; only the
+        process group tells.
+        """
+        if self.grad_norm_group is not None or not self.needs_all_grads:
             return
-        if len(set(ranks) & set(dist.get_process_group_ranks(self.grad_norm_group))) > 1:
+        meshes = sorted({tuple(ranks) for ranks in holders if ranks is not None})
+        if len(meshes) > 1:
             raise ValueError(
-                "grad_norm_group holds several ranks of a sharded parameter's mesh, over which max_grad_norm sums by "
-                "itself: leave grad_norm_group out, or give one whose ranks hold different parameters (of a pipeline)"
+                f"{self.all_grads_option} needs one norm on all ranks, but parameters are on meshes of ranks "
+                f"{list(meshes[0])} and {list(meshes[1])}. If other ranks hold other parameters, such as experts, give "
+                "grad_norm_group=torch.distributed.group.WORLD (Lamb, Came, Lars); if they hold copies, as with tensor "
+                'parallelism, give the group of the ranks that hold the shards of one copy, mesh["dp"].get_group()'
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:

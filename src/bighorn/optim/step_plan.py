@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
-from bighorn.distributed.sharding import RankSums, ShardedDims
+from bighorn.distributed.sharding import RankSums, ShardedDims, counts_here
 from bighorn.kernels import Bucket
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre
@@ -92,6 +92,22 @@ class BucketPlan:
         self.centred = [entry.centred(grad) for entry, grad in pairs] if self.variant.centres else []
         for entry in self.present:
             entry.copy_in()
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether other ranks have copies of tensors that this rank holds completely."""
+        return any(entry.layout is not None and entry.ranks is None for entry in self.entries)
+
+    def own_square_sum(self, process_group: Any) -> Tensor:
+        """The sum of the squares of gradients that this rank holds completely and counts in the process group."""
+        rows: list[Tensor | None] = []
+        for i, entry in enumerate(self.entries):
+            if entry.ranks is None and counts_here(entry.holders, process_group):
+                rows += (
+                    [self.centred[i].grad] if self.centred else self.bucket.grads[entry.rows.start : entry.rows.stop]
+                )
+        grads = [grad for grad in rows if grad is not None]
+        return square_sums(grads, self.bucket.metrics.device).sum(dim=0)
 
     def refresh(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
         """Use the present memory of parameters, of which these are this rank's shards, and these kinds of gradients."""
@@ -196,11 +212,18 @@ class StepPlan:
             for entry in bucket_plan.present if not bucket_plan.direct else ():
                 entry.read_grad()
 
-    def square_sums(self) -> list[Tensor]:
-        """The sums of the squares of all gradients, over all ranks that hold shards of them."""
-        sums = [launch.square_sum() for launch in self.kernels]
+    def square_sums(self, process_group: Any) -> list[Tensor]:
+        """The sums of the squares of all gradients, over all ranks that hold shards of them.
+
+        One rank of a process group, over which they will be added up, has the sum of a distributed tensor, others 0.
+        """
+        if process_group is None or not any(plan.copies for plan in self.buckets):
+            sums = [launch.square_sum() for launch in self.kernels]
+        else:
+            sums = [plan.own_square_sum(process_group) for plan in self.buckets]
         for reduce_group, launches in self.meshes.items():
-            sums.append(reduce_group.total([(launch.dims, launch.square_sum()) for launch in launches]))
+            total = reduce_group.total([(launch.dims, launch.square_sum()) for launch in launches])
+            sums.append(total if counts_here(reduce_group.holders, process_group) else torch.zeros_like(total))
         return sums
 
     def step_shards(self, scale: Tensor | float, apply_mask: Tensor | None) -> None:
@@ -294,7 +317,7 @@ def square_sum_of(
     for part, plan in enumerate(plans if known is None else ()):
         wait(part)
         plan.read_grads()
-        sums += plan.square_sums()
+        sums += plan.square_sums(settings.grad_norm_group)
     if sums:
         device, form = sums[0].device, sums[0].dtype
         parts = [each.to(device) if each.dtype == form else square_sum_on(device, each) for each in sums]

@@ -52,11 +52,16 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag}
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
-        """The reason why a parameter cannot be optimized, or None; amsgrad's maximum cannot be kept in blocks."""
+        """The reason why a parameter cannot be optimized, or None; amsgrad and adagrad do not fit all state dtypes."""
         if group["second_moment"] == "amsgrad" and group["state_dtype"] in BLOCK_DTYPES:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
+            )
+        if group["second_moment"] == "adagrad" and group["state_dtype"] == "bfloat16":
+            return (
+                'state_dtype="bfloat16" loses what is added to a sum above 256 times as large, a quarter of which is '
+                'left after 10,000 steps: with second_moment="adagrad" use state_dtype="float32" or "int8"'
             )
         return super().unsupported_reason(group, param)
 
@@ -107,7 +112,8 @@ class Lamb(KernelOptimizer):
             where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
             this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
             optimizer.* Default: False.
-        second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected). Default: "adam".
+        second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected, not in
+            bfloat16). Default: "adam".
         cautious: Zero the elements of r whose sign differs from the gradient's, and divide the others by the share that
             is kept (at least 0.001). Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.

@@ -139,6 +139,57 @@ def test_hooks_of_other_trainers(protocol: str, kind: Kind) -> None:
     assert sorted(plain.telemetry().names) == sorted(released.telemetry().names)
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_the_end_of_a_step_steps_nothing_that_was_not_handed_in(zeroes: bool, kind: Kind) -> None:
+    """A trainer accumulates two gradients, scales the loss, freezes a layer for one step, and calls no `step()`.
+
+    The first parameter of a step once stepped the others with half of their gradients, and scaled ones.
+    """
+    nets = network(), network()
+    plain, released = (make(kind, net, lr=schedules.Cosine(0.1, 8)) for net in nets)
+    last = False
+
+    def hook(tensor: Tensor) -> None:
+        if last:
+            assert tensor.grad is not None
+            tensor.grad /= 64
+            released.step_param(tensor, released.param_groups[0])
+
+    for param in nets[1].parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    for step in range(5):
+        for net, optimizer in zip(nets, (plain, released), strict=True):
+            net[0].requires_grad_(step not in {1, 4})
+            for half in range(2):
+                last = half == 1
+                (64 * loss_of(net, 2 * step + half)).backward()
+            if optimizer is plain:
+                for param in net.parameters():
+                    if param.grad is not None:
+                        param.grad /= 64
+                plain.step()
+                plain.zero_grad()
+            elif zeroes:
+                released.zero_grad()
+    if not zeroes:
+        released.step()
+    assert_same_everything(list(nets[1].parameters()), released, list(nets[0].parameters()), plain)
+
+
+def test_a_loop_may_hand_in_all_parameters_after_backward(kind: Kind) -> None:
+    nets = network(), network()
+    plain, single = (make(kind, net) for net in nets)
+    for step in range(5):
+        for net in nets:
+            loss_of(net, step).backward()
+        plain.step()
+        plain.zero_grad()
+        for param in nets[1].parameters():
+            single.step_param(param, single.param_groups[0])
+    single.step()
+    assert_same_everything(list(nets[1].parameters()), single, list(nets[0].parameters()), plain)
+
+
 def test_gradients_are_accumulated_where_the_handle_says_so(kind: Kind) -> None:
     nets = network(), network()
     plain, released = (make(kind, net) for net in nets)

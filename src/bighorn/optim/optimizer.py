@@ -276,8 +276,8 @@ class KernelOptimizer(Reports):
 
         Args:
             param: A parameter of this optimizer, with a gradient.
-            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and a second gradient ends
-                the step, since that trainer calls no `step()`. Default: None.
+            group: Its group, in sd-scripts' protocol: nothing happens without a gradient, and `zero_grad()` or a
+                second gradient ends the step, since that trainer calls no `step()`. Default: None.
 
         Raises:
             RuntimeError: As for `step`; or the parameter has taken this step already.
@@ -294,7 +294,7 @@ class KernelOptimizer(Reports):
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
         check_step_param(param, indices, begun, self.param_groups)
         schedule, [plan], _ = self._prepare([param], None, None if begun is None else begun.schedule, indices)
-        self._begun = begun = begun or BegunStep(schedule, indices)
+        self._begun = begun = begun or BegunStep(schedule, indices, handed_in=group is not None)
         plan.read_grads()
         for launch in plan.kernels:
             launch.centre()
@@ -314,6 +314,16 @@ class KernelOptimizer(Reports):
         """
         del i
         self.step_param(parameter, group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters. It ends a step whose parameters a trainer's hooks have handed in.
+
+        Args:
+            set_to_none: Whether gradients become None in place of zeros. Default: True.
+        """
+        if self._begun is not None and self._begun.handed_in:
+            self._begun.end(self)
+        super().zero_grad(set_to_none)
 
     def whole_step_reason(self) -> str | None:
         """The reason why every gradient is needed before the first parameter is written, or None."""
@@ -346,7 +356,8 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        settings, params = self._settings, self._params(self.param_groups)
+        settings = self._settings
+        params = [] if begun is not None and begun.closed else self._params(self.param_groups)
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)

@@ -20,16 +20,28 @@ class BegunStep:
 
     schedule: ScheduleStep
     indices: Indices
+    handed_in: bool = False
+    """Whether a trainer's hooks hand in the parameters, and may never call `step()`."""
+    closed: bool = False
+    """Whether `step()` steps no other parameters, whose gradients may be incomplete or still scaled."""
     plans: dict[Tensor, StepPlan] = field(default_factory=dict)
     """The plans of the parameters that have taken the step."""
+
+    def end(self, optimizer: Optimizer) -> None:
+        """End the step with the parameters that have taken it, as a `step()` with its hooks."""
+        self.closed = True
+        try:
+            optimizer.step()
+        finally:
+            self.closed = False
 
 
 def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group: object) -> bool:
     """Whether a trainer's hook, which passes a group, has a gradient to step with; end the last step if need be.
 
-    Such trainers may never call `step()`, so that a parameter's second gradient is the sign that a new step begins: one
-    that was not used in the last step, and comes first in this one, still joins the last. Autograd's graph task ids are
-    no better sign, since reentrant checkpoints, which sd-scripts uses, have several of them in one backward.
+    Such trainers may never call `step()`: their `zero_grad()` ends a step, or else a parameter's second gradient.
+    Autograd's graph task ids are no better sign, since reentrant checkpoints, which sd-scripts uses, have several of
+    them in one backward.
 
     Raises:
         TypeError: The group is not a dict.
@@ -39,11 +51,7 @@ def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group
     if param.grad is None:
         return False
     if begun is not None and param in begun.plans:
-        grad, param.grad = param.grad, None
-        try:
-            optimizer.step()
-        finally:
-            param.grad = grad
+        begun.end(optimizer)
     return True
 
 

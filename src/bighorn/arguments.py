@@ -446,7 +446,10 @@ def learning_rate(name: str, value: object) -> float | Tensor:
     if not _is_tensor(value):
         return _number_of_step(name, value)
     if value.numel() != 1 or value.is_complex():
-        raise ValueError(f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}")
+        raise ValueError(
+            f"{name} as a tensor must hold one real number, not shape {tuple(value.shape)}, {value.dtype}; give the "
+            "values of a schedule as a list"
+        )
     if value.device.type == "cpu":  # on other devices the host would have to wait for the value
         number(name, value.detach().item())
     return value.detach() if value.requires_grad else value

@@ -225,7 +225,7 @@ def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> 
     def written(params: list[Parameter]) -> torch.optim.Optimizer:
         optimizer = kind(params, lr=falling)
         step(params, optimizer, 0)
-        optimizer.param_groups[0]["lr"] = torch.tensor([1.0, 0.25, 0.125])
+        optimizer.param_groups[0]["lr"] = [1.0, 0.25, 0.125]
         return optimizer
 
     def numbers(params: list[Parameter]) -> torch.optim.Optimizer:
@@ -235,6 +235,21 @@ def test_several_values_written_beside_a_schedule_take_its_place(kind: Kind) -> 
         return optimizer
 
     assert all(map(torch.equal, trained(2, written), trained(2, numbers)))
+
+
+@for_every("name", ["lr", "weight_decay"])
+def test_a_tensor_of_several_numbers_in_a_group_is_no_schedule(name: str, kind: Kind) -> None:
+    params = weights()
+    optimizer = kind(params, lr=0.1)
+    step(params, optimizer, 0)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][name] = torch.tensor([0.1, 0.2])
+    said = rf"param_groups\[0\].*{name} as a tensor must hold one real number, not shape \(2,\).*as a list"
+    with refused(params, optimizer, ValueError, said):
+        optimizer.load_state_dict(state)
+    optimizer.param_groups[0][name] = torch.tensor([0.1, 0.2])
+    with refused(params, optimizer, ValueError, said):
+        optimizer.step()
 
 
 def test_a_step_that_fails_leaves_the_schedule_where_it_was(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:

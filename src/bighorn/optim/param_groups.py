@@ -22,6 +22,7 @@ from bighorn.arguments import (
     brief,
     checked,
     integer,
+    learning_rate,
     misspells,
     number,
     refuse_unknown,
@@ -207,6 +208,13 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
                 refuse_unknown([key], known, where)
 
 
+def refuse_vectors(group: Group) -> None:
+    """Raise for a tensor of several numbers that was written into a group, for which torch has no meaning."""
+    for name in ("lr", "weight_decay"):
+        if isinstance(value := group.get(name), Tensor):
+            learning_rate(name, value)
+
+
 def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
     """The name of a parameter, or its indices if the group has no names."""
     return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
@@ -272,6 +280,7 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
             **group,
         }
         check_keys(group, algorithm, "the group")
+        refuse_vectors(group)
         names = group.pop("param_names", None)
         if names is not None and names != current.get("param_names"):
             _checked_names(names, len(group["params"]), "")

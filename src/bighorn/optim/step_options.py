@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bighorn.arguments import StepFunction, about, checked, number
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.param_groups import COUNT, MULTIPLIERS, check_keys, multiplier
+from bighorn.optim.param_groups import COUNT, MULTIPLIERS, check_keys, multiplier, refuse_vectors
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 SCHEDULED = ("lr", "weight_decay")
@@ -208,5 +208,6 @@ def attach_all(
         values = [group.setdefault(name, defaults.get(name)) for name in SCHEDULED]
         if not all(isinstance(v, (float, int)) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
             with about(f"param_groups[{index}]"):
+                refuse_vectors(group)
                 group.update(checked(algorithm.options, {name: group[name] for name in SCHEDULED}))
                 attach_schedules(group, own)

@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 HEAD = """# Bighorn
 
-> Fused LAMB, CAME and LARS for PyTorch: train with less memory or larger batches, exact under sharding.
+> Fused LAMB, CAME and LARS for PyTorch: train with less memory or larger batches. Sharded runs match one process up to rounding.
 > Plain torch.optim.Optimizers: `from bighorn import Lamb, Came, Lars`.
 
 """

@@ -176,6 +176,27 @@ def test_the_end_of_a_step_steps_nothing_that_was_not_handed_in(zeroes: bool, ki
     assert_same_everything(list(nets[1].parameters()), released, list(nets[0].parameters()), plain)
 
 
+@pytest.mark.parametrize("moving", [None, 0, 3])
+def test_a_first_step_at_lr_0(moving: int | None, kind: Kind) -> None:
+    """With zero gradients alone, as torch.distributed.checkpoint takes it, it creates state. Weights once differed."""
+    nets = network(), network()
+    own: dict[str, Any] = {"lr_in_momentum": False} if kind is Lars else {}
+    plain, released = (make(kind, net, lr=lambda step: 0.1 * step, **own) for net in nets)
+    release_gradients(nets[1], released)
+    for step in range(3):
+        for net, optimizer in zip(nets, (plain, released), strict=True):
+            params = list(net.parameters())
+            weights = [float(step > 0 or i == moving) for i in range(len(params))]
+            # In the first step, all gradients are zero, or all but one.
+            loss = sum((p.sum() * weight for p, weight in zip(params, weights, strict=True)), torch.zeros(()))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_everything(list(nets[1].parameters()), released, list(nets[0].parameters()), plain)
+    counts = [optimizer.param_groups[0]["schedule_step"] for optimizer in (plain, released)]
+    assert counts == [2 if moving is None else 3] * 2
+
+
 def test_a_loop_may_hand_in_all_parameters_after_backward(kind: Kind) -> None:
     nets = network(), network()
     plain, single = (make(kind, net) for net in nets)

@@ -213,14 +213,19 @@ def _refuse_strange(state: object, group: Group, index: int, position: int) -> N
         )
 
 
-def only_initialises(params: Iterable[Tensor], plans: list[StepPlan]) -> bool:
+def only_initialises(params: Iterable[Tensor], plans: list[StepPlan], moves: bool) -> bool:
     """Whether a step at lr 0 is one by which torch.distributed.checkpoint makes an optimizer create state.
 
     The gradients of such a step are zero. If it were counted, the first real step of those parameters would be the
     second. The host waits for the gradients only in steps at lr 0 in which a parameter gets its state.
+
+    Args:
+        params: The parameters that take the step.
+        plans: The plans of all parameters of the step.
+        moves: Whether a gradient was not zero that has been freed.
     """
-    moves = any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
-    for reduce_group in [each for plan in plans for each in plan.meshes]:
+    moves = moves or any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
+    for reduce_group in dict.fromkeys(each for plan in plans for each in plan.meshes):
         moves = reduce_group.any(moves)  # all ranks take the step, or none
     return not moves
 

@@ -293,15 +293,15 @@ class KernelOptimizer(Reports):
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
         check_step_param(param, indices, begun, self.param_groups)
-        schedule, [plan], _ = self._prepare([param], None, None if begun is None else begun.schedule, indices)
+        schedule, [plan], fresh = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices, handed_in=group is not None)
+        begun.add(param, plan, fresh, self._at_rest())
         plan.read_grads()
         for launch in plan.kernels:
             launch.centre()
             launch.kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
-        begun.plans[param] = plan
         param.grad = None
 
     def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:
@@ -361,6 +361,8 @@ class KernelOptimizer(Reports):
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
+        earlier = [] if begun is None else begun.earlier_plans()
+        fresh = fresh or (begun is not None and bool(begun.fresh))
         try:
             scale: Tensor | float = 1.0
             mask = None
@@ -373,7 +375,10 @@ class KernelOptimizer(Reports):
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and only_initialises(params, plans)
+            moves = begun is not None and begun.moves is not None and bool(begun.moves)
+            initialises = fresh and only_initialises(params, [*earlier, *plans], moves)
+            if initialises and begun is not None:
+                begun.reset(self.state)
             for part, plan in enumerate(plans):
                 wait(part)
                 plan.read_grads()
@@ -399,7 +404,6 @@ class KernelOptimizer(Reports):
         if mask is not None:
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
-        earlier = list({id(plan): plan for plan in begun.plans.values()}.values()) if begun is not None else []
         if self.param_groups is not self._groups:  # the plans of the other groups' last steps stay
             stepped_now = {variant.group for plan in plans for variant in plan.variants()}
             earlier = [plan for plan in self._last if stepped_now.isdisjoint(v.group for v in plan.variants())]
@@ -507,12 +511,16 @@ class KernelOptimizer(Reports):
                 schedule.undo()
             raise
         fresh = any(state and not self.state.get(param) for *_, states in built for param, state in states.items())
-        fresh = fresh and all(float(group["lr"]) == 0 for group in self.param_groups)
+        fresh = fresh and self._at_rest()
         for mine, plan, states in built:
             self.state.update(states)
             parts_of_a_step = max(len(divided), len(indices or ()), len(groups) - len(self.param_groups) + 1)
             self._plans.keep(plan, mine, groups, self.state, parts=parts_of_a_step)
         return schedule, plans, fresh
+
+    def _at_rest(self) -> bool:
+        """Whether all learning rates are 0."""
+        return all(float(group["lr"]) == 0 for group in self.param_groups)
 
     def _new_plan(self, mine: StepParams, indices: Indices) -> tuple[StepParams, StepPlan, dict[Tensor, Any]]:
         """Return a plan, its parameters, and their states.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bighorn.distributed import sharding
 from bighorn.optim.algorithm import Group
 from bighorn.optim.entries import Indices
 from bighorn.optim.param_groups import label_of
@@ -26,6 +29,27 @@ class BegunStep:
     """Whether `step()` steps no other parameters, whose gradients may be incomplete or still scaled."""
     plans: dict[Tensor, StepPlan] = field(default_factory=dict)
     """The plans of the parameters that have taken the step."""
+    fresh: list[Tensor] = field(default_factory=list)
+    """Those that got their state in this step, at learning rates of 0."""
+    moves: Tensor | None = None
+    """Whether a gradient was not zero, at learning rates of 0."""
+
+    def add(self, param: Tensor, plan: StepPlan, fresh: bool, at_rest: bool) -> None:
+        """Add a parameter that takes the step now. `at_rest`: the learning rates are 0."""
+        self.plans[param] = plan
+        self.fresh += [param] * fresh
+        if at_rest and param.grad is not None:
+            moves = sharding.local(param.grad).any()
+            self.moves = moves if self.moves is None else moves | self.moves.to(moves.device)
+
+    def earlier_plans(self) -> list[StepPlan]:
+        """Return the plans of the parameters that have taken the step, each once."""
+        return list({id(plan): plan for plan in self.plans.values()}.values())
+
+    def reset(self, state: Mapping[Tensor, Any]) -> None:
+        """Let parameters start anew that got their state in this step."""
+        for value in (value for param in self.fresh for value in state[param].values()):
+            value.zero_()
 
     def end(self, optimizer: Optimizer) -> None:
         """End the step with the parameters that have taken it, as a `step()` with its hooks."""

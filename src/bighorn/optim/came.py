@@ -138,8 +138,8 @@ class Came(KernelOptimizer):
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
         scale_eps: See scale_parameter; above 0. Default: 1e-3.
         bias_correction: Correct the averages of the instability for their start at 0, which suits AdamW's learning
-            rate. The published rule does not correct them: its first step is about 11 times lr, and it suits a tenth
-            of AdamW's learning rate. With few steps, as of DiLoCo's outer optimizer, it diverges. Default: False.
+            rate. The published rule does not correct them: its first step is about 11 times lr, and on two tasks its
+            best learning rate was 0.1 and 0.4 of AdamW's. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
             where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import adapters
+import diloco
 import eight_bit
 import equal_tuning
 import four_bits
@@ -29,7 +30,7 @@ from tests.support.tables import for_every
 ROOT = Path(__file__).parents[3]
 
 
-SOURCES = [scale, eight_bit, precision_table, four_bits, lora, adapters, offload, offload_peers]
+SOURCES = [scale, eight_bit, precision_table, four_bits, lora, adapters, diloco, offload, offload_peers]
 
 
 @for_every("source", SOURCES, ids=lambda source: source.__name__)
@@ -55,6 +56,20 @@ def test_the_study_of_lora_shows_what_its_page_says() -> None:
     assert all(run["losses"]["40"] > 3 and run["lora_B_trust_ratio"]["40"] < 0.002 for run in slow)
     assert {f"{run['losses']['40']:.2f}" for run in fast} == {"2.61", "2.64", "2.65"}
     assert all(run["losses"]["100"] > run["losses"]["0"] for run in fast)
+
+
+def test_the_study_of_few_steps_shows_what_its_page_says() -> None:
+    saved = json.loads(diloco.RESULT.read_text())
+    assert saved["clean"] is True
+    assert all(2.3 < run["losses"][0] < 2.45 for run in saved["runs"])
+
+    def losses(optimizer: str, rates: tuple[float, ...], step: int) -> list[float]:
+        return [run["losses"][step] for run in saved["runs"] if run["optimizer"] == optimizer and run["lr"] in rates]
+
+    published, corrected, _ = diloco.OUTER
+    assert max(losses(published, (1e-4, 1e-3, 3e-3), 20)) <= 0.1
+    assert max(losses(corrected, (3e-3, 1e-2, 3e-2, 1e-1), 20)) < 0.16
+    assert min(losses(published, (3e-2, 1e-1), 5)) > 2.5
 
 
 def test_the_study_of_adapters_shows_what_its_page_says() -> None:

@@ -7,7 +7,7 @@ FORCE_INLINE Value next_m(const LambFloats f, Value m, Value grad) {
 }
 
 FORCE_INLINE Value next_v(const LambFloats f, Value v, Value grad) {
-    return MULTIPLY_ADD(EACH(f.beta2), v, f.beta4 * (grad * grad)); /* LAMB-v */
+    return MULTIPLY_ADD(EACH(f.beta2), v, f.beta4 * grad * grad); /* LAMB-v */
 }
 
 /* Computes u, with the same bits in every function that calls this one. The root of v is `root` times `unit`. */

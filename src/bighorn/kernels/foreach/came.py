@@ -115,11 +115,9 @@ class CameGroup(Group[CameOptions]):
         else:
             torch._foreach_mul_(v, self.unless(apply_mask, 1 - gain, 1.0))
             torch._foreach_add_(v, u, alpha=gain)  # CAME-v
-        torch._foreach_copy_(u, v)
-        torch._foreach_sqrt_(u)
-        torch._foreach_reciprocal_(u)
-        torch._foreach_mul_(u, self.grads)  # CAME-u
-        self._scale(u, scale, apply_mask)
+        self._fill(u, scale, None)
+        torch._foreach_div_(u, torch._foreach_sqrt(v))  # CAME-u
+        self.blank(u, apply_mask)
 
     # ---- matrices ----------------------------------------------------------------------------------------------------
 

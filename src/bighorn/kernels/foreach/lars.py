@@ -24,7 +24,7 @@ class LarsGroup(Group[LarsOptions]):
         """Add up the norms, and advance momentum and weights."""
         o, t = self.bucket.options, self.counts()
         x, u = self.weights(), self.gradients(scale, copy=True)
-        if o.denominator == "joint":
+        if o.denominator == "joint" and o.weight_decay != 0:
             torch._foreach_add_(u, x, alpha=o.weight_decay)  # LARS-u
         sums = square_sums([*x, *u], self.device)
         yield sums.view(-1)

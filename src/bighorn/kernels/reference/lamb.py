@@ -32,7 +32,7 @@ def lamb(
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
     m = beta1 * dequantize("exp_avg", state, g.shape).to(dtype) + beta3 * g  # LAMB-m
     v = dequantize("exp_avg_sq", state).to(dtype)
-    v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * (g * g)  # LAMB-v
+    v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * g * g  # LAMB-v
     # From here on the moments are used as they are stored, so that every backend may read them back.
     new_state = quantize("exp_avg_sq", v, state, dither)
     new_state |= quantize("exp_avg", m, {**state, **new_state}, dither)  # which may be relative to the stored v
@@ -42,9 +42,9 @@ def lamb(
         new_state |= quantize("max_exp_avg_sq", v, state)
 
     correction1, correction2, lr_correction = bias_corrections(t, o)
-    r = m / (correction1 * ((v / correction2).sqrt() + o.eps))  # m / correction1 can overflow where v does
+    r = m / (correction1 * (v.sqrt() / correction2.sqrt() + o.eps))  # m / correction1 and v / correction2 can overflow
     if o.cautious:
-        mask = (r * g > 0).to(dtype)
+        mask = (m * g.sign() > 0).to(dtype)  # m has the sign of r, and m * g can underflow
         (kept,) = yield [mask.sum()]
         r = r * mask / (kept / shard.numel).clamp(min=1e-3)
     if o.decay_mode == "decoupled":

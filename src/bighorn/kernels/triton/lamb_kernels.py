@@ -80,7 +80,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
         g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     m, v = read_moments(stored, place, VECTOR, mode)
     m = beta1 * m + beta3 * g  # LAMB-m
-    v = beta2 * v + beta4 * (g * g)  # LAMB-v
+    v = beta2 * v + beta4 * g * g  # LAMB-v
     v = codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR)
     if mode.M_FORM == "int4":
         root = tl.sqrt_rn(v)

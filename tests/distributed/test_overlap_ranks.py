@@ -19,11 +19,13 @@ from tests.support.overlap_runs import (
     LAMB,
     MAKERS,
     STEPS,
+    Make,
     agree,
     assert_same,
     backward,
     batch,
     distributed,
+    groups,
     loss,
     mine,
     network,
@@ -204,9 +206,59 @@ def test_refusals() -> None:
         TailOverlap(distributed(model), one_rank_only)
     agree()
     scaler = torch.amp.GradScaler("cpu", enabled=dist.get_rank() == 0)
-    with raises(ValueError, "ranks differ", "scaler"):
+    with raises(ValueError, "ranks differ", "scaler=GradScaler", "scaler=None"):
         TailOverlap(distributed(model), optimizer, scaler=scaler)
     agree()
+
+
+DIFFERENT: dict[str, tuple[Make, Make, list[str]]] = {
+    "clip": (
+        lambda model: Lamb(model.parameters(), max_grad_norm=1.0),
+        lambda model: Lamb(model.parameters()),
+        ["max_grad_norm=1.0", "max_grad_norm=None"],
+    ),
+    "rate of a group": (
+        lambda model: Lamb(groups(model), lr=0.05),
+        lambda model: Lamb([groups(model)[0], {**groups(model)[1], "lr": 0.02}], lr=0.05),
+        ["param_groups[1]: lr=0.01", "param_groups[1]: lr=0.02"],
+    ),
+    "exclusions": (
+        lambda model: Lamb(model.named_parameters(), exclude_from_weight_decay=["bias"]),
+        lambda model: Lamb(model.named_parameters()),
+        ["0.0.bias of shape", "(adapts)", "(decays, adapts)"],
+    ),
+    "betas of torch's": (
+        lambda model: AdamW(model.parameters(), betas=(0.9, 0.99)),
+        lambda model: AdamW(model.parameters()),
+        ["param_groups[0]: betas=(0.9, 0.99)", "param_groups[0]: betas=(0.9, 0.999)"],
+    ),
+    "order of torch's groups": (
+        lambda model: AdamW([{"params": [p]} for p in model.parameters()]),
+        lambda model: AdamW([{"params": [p]} for p in reversed(list(model.parameters()))]),
+        ["param_groups[0]: a parameter of shape"],
+    ),
+}
+
+
+@for_every("name", DIFFERENT)
+@ranks(2)
+def test_optimizers_that_differ_are_refused_on_every_rank(name: str) -> None:
+    """Their weights would drift apart without an error."""
+    first, second, words = DIFFERENT[name]
+    model = network()
+    make = (first, second)[dist.get_rank()]
+    with raises(ValueError, "ranks differ", *words):
+        TailOverlap(distributed(model), make(model))
+    agree()
+    TailOverlap(distributed(model), first(model))
+
+
+@ranks(2)
+def test_parameters_that_only_one_rank_has_may_differ() -> None:
+    model, own = network(), torch.nn.Parameter(torch.ones(1 + dist.get_rank()))
+    for kind in (Lamb, AdamW):
+        each: list[dict[str, Any]] = [{"params": list(model.parameters())}, {"params": [own], "lr": own.numel()}]
+        TailOverlap(distributed(model), kind(each))
 
 
 @ranks(2)

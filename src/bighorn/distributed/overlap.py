@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from bighorn.distributed.grad_scaler import Scaled, unscale
-from bighorn.distributed.step_in_parts import step_in_parts, whole_step_reason
+from bighorn.distributed.sharding import described_option
+from bighorn.distributed.step_in_parts import BighornOptimizer, step_in_parts, whole_step_reason
 
 
 @dataclass
@@ -110,11 +111,11 @@ class TailOverlap:
         _check_types(ddp_model, optimizer, scaler)
         if scaler is not None and not scaler.is_enabled():
             scaler = None
-        _agree(
-            ddp_model.process_group,
-            _unsupported_reason(ddp_model, optimizer),
-            (type(optimizer).__name__, scaler is not None),
-        )
+        reason = _unsupported_reason(ddp_model, optimizer)
+        lines = [f"optimizer={type(optimizer).__name__}", f"scaler={scaler and type(scaler).__name__}"]
+        if reason is None:
+            lines += _described(optimizer, {p for p in ddp_model.parameters() if p.requires_grad})
+        _agree(ddp_model.process_group, reason, lines)
         self.optimizer = optimizer
         self._scaled = Scaled(self, scaler) if scaler is not None else None
         # No reference to the model itself, which references its hook where Python's garbage collector does not see it.
@@ -277,20 +278,34 @@ def _check_types(model: object, optimizer: object, scaler: object) -> None:
         raise TypeError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
-def _agree(group: Any, reason: str | None, setup: tuple[object, ...]) -> None:
-    """Raise on every rank if one rank raises, since the others would wait for it."""
+def _agree(group: Any, reason: str | None, lines: list[str]) -> None:
+    """Raise on every rank if one has a reason, or if lines differ: the others would wait for it, or drift apart."""
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (reason, setup), group)
+    dist.all_gather_object(answers, (reason, lines), group)
     if reason is not None:
         raise ValueError(reason)
-    for rank, (other_reason, other_setup) in enumerate(answers):
+    for rank, (other_reason, _) in enumerate(answers):
         if other_reason is not None:
             raise ValueError(f"on rank {rank} of the model's process group: {other_reason}")
-        if other_setup != setup:
-            raise ValueError(
-                f"ranks differ in (optimizer's class, whether there is a scaler): {setup} here, {other_setup} on rank "
-                f"{rank} of the model's process group: give all of them the same"
-            )
+    for rank, (_, other_lines) in enumerate(answers):
+        for here, there in itertools.zip_longest(lines, other_lines, fillvalue="nothing more"):
+            if here != there:
+                raise ValueError(
+                    f"ranks differ: {here} here, {there} on rank {rank} of the model's process group: make the "
+                    "optimizer and its scaler in the same way on every rank"
+                )
+
+
+def _described(optimizer: Optimizer, params: set[Tensor]) -> list[str]:
+    """Return lines about the options of the parameters that ranks share, which are the same on every rank."""
+    if isinstance(optimizer, BighornOptimizer):
+        return optimizer.agreement(params)
+    lines = []
+    for index, group in enumerate(optimizer.param_groups):
+        what, mine = f"param_groups[{index}]", [p for p in group["params"] if p in params]
+        lines += [f"{what}: {name}={described_option(group.get(name))}" for name in optimizer.defaults if mine]
+        lines += [f"{what}: a parameter of shape {tuple(p.shape)}" for p in mine]
+    return lines
 
 
 def _unsupported_reason(model: DistributedDataParallel, optimizer: Optimizer) -> str | None:

@@ -154,6 +154,16 @@ class RankSums(ABC):
                 )
 
 
+def described_option(value: object) -> str:
+    """The repr of an option; a tensor's leaves out its device, which differs between ranks.
+
+    On devices other than the CPU, the value is left out as well: the host would wait for it.
+    """
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(value.item()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"
+
+
 @dataclass(frozen=True)
 class ReduceGroup(RankSums):
     """The ranks that add up their sums for tensors on one mesh, along all mesh dims that shard any of the tensors."""

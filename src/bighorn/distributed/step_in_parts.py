@@ -24,6 +24,9 @@ class StepsInParts(Protocol):
 class BighornOptimizer(Protocol):
     """The methods that distributed training and offload call on Bighorn's optimizers alone."""
 
+    def agreement(self, params: set[Tensor]) -> list[str]:
+        """Return lines about the options and these parameters, which are the same on ranks that step alike."""
+
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Optimizer:
         """Return a fresh optimizer with the same options for this rank's share of each group."""
 

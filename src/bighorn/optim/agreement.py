@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torch import Tensor
-
 from bighorn.distributed.flat import FlatGroup
-from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims
+from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims, described_option
 from bighorn.optim.algorithm import Group
 from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
@@ -39,11 +37,23 @@ def check_agreement(entries: Iterable[Entry], groups: list[Group], options: Iter
             on_meshes.setdefault(key, []).append(entry)
     pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
+    for ranks, mine in sorted(pairs, key=lambda pair: pair[0].order):
+        ranks.check_same(described(mine, groups, names, settings))
+    settings.refuse_apart(holders)
+
+
+def described(entries: Iterable[Entry], groups: list[Group], options: Iterable[str], settings: Settings) -> list[str]:
+    """Return a line for each option and parameter, which are the same on ranks that step alike.
+
+    Args:
+        entries: As for `check_agreement`.
+        groups: As for `check_agreement`.
+        options: As for `check_agreement`.
+        settings: As for `check_agreement`.
+    """
     whole = [f"{name}={getattr(settings, name)!r}" for name in ("max_grad_norm", "skip_nonfinite")]
     whole.append(f"grad_norm_group={'a process group' if settings.grad_norm_group is not None else None}")
-    for ranks, mine in sorted(pairs, key=lambda pair: pair[0].order):
-        ranks.check_same([*whole, *_described(mine, groups, names)])
-    settings.refuse_apart(holders)
+    return [*whole, *_described(entries, groups, options)]
 
 
 def _ranks(entries: list[Entry]) -> RankSums:
@@ -53,7 +63,7 @@ def _ranks(entries: list[Entry]) -> RankSums:
     return ReduceGroup.of([entry.ranks for entry in entries if isinstance(entry.ranks, ShardedDims)])
 
 
-def _described(entries: list[Entry], groups: list[Group], options: list[str]) -> Iterator[str]:
+def _described(entries: Iterable[Entry], groups: list[Group], options: Iterable[str]) -> Iterator[str]:
     """Yield a line for each option of a group, before the group's first parameter, and a line for each parameter."""
     seen = set()
     for entry in entries:
@@ -62,15 +72,5 @@ def _described(entries: list[Entry], groups: list[Group], options: list[str]) ->
             seen.add(index)
             yield from (f"{what}: {name}={described_option(groups[index][name])}" for name in options)
         flags = [name for name, value in entry.variant._asdict().items() if value is True]
-        layout = entry.layout or "a part of a flat tensor"
-        yield f"{what}: {entry.label} of shape {entry.shape} as {layout} ({', '.join(flags)})"
-
-
-def described_option(value: object) -> str:
-    """The repr of an option; a tensor's leaves out its device, which differs between ranks.
-
-    On devices other than the CPU, the value is left out as well: the host would wait for it.
-    """
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return repr(value.item()) if value.device.type == "cpu" else f"a tensor on {value.device.type}"
+        layout = "" if entry.ranks is None else f" as {entry.layout or 'a part of a flat tensor'}"
+        yield f"{what}: {entry.label} of shape {entry.shape}{layout} ({', '.join(flags)})"

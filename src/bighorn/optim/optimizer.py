@@ -24,7 +24,7 @@ from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
 from bighorn.names import listed
 from bighorn.optim import flat_tensors, param_groups, plan_builder
-from bighorn.optim.agreement import check_agreement
+from bighorn.optim.agreement import check_agreement, described
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.checkpointing import (
     check_structure,
@@ -568,6 +568,15 @@ class KernelOptimizer(Reports):
 
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
+
+    def agreement(self, params: set[Tensor]) -> list[str]:
+        """Return lines about the options and some parameters, which are the same on ranks that step alike.
+
+        Args:
+            params: The parameters that all ranks hold.
+        """
+        entries = (entry for entry in self._entries(self._groups) if entry.param in params)
+        return described(entries, self._groups, self.algorithm.options, self._settings)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 

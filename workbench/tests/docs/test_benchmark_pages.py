@@ -181,6 +181,37 @@ def test_the_table_of_precisions_has_the_bytes_that_are_predicted() -> None:
     }
 
 
+OPTIONS = {
+    "float32": "",
+    "`max_grad_norm`": ", clip",
+    "`skip_nonfinite`": ", skip",
+    "`cautious`": ", cautious",
+    '`second_moment="amsgrad"`': ", amsgrad",
+    "parameters in float64": ", float64",
+    '`state_dtype="bfloat16"`': ", bfloat16 state",
+    '`state_dtype="int8"`': ", int8",
+    '`state_dtype="int4"`': ", int4",
+    '`weight_rounding="stochastic"`': ", stochastic",
+    '`weight_rounding="kahan"`': ", kahan",
+    '`weight_rounding="master"`': ", master",
+}
+"""The rows of the table in docs/devices.md, and what the rows of the file add to an optimizer's name."""
+
+
+def test_the_calls_of_plain_torch_are_those_of_the_file() -> None:
+    """The table once had a smaller model's counts beside the link to this file."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "plain-torch.json").read_text())["shapes"]["bert_base"]
+    page = (ROOT / "docs" / "devices.md").read_text()
+    for label, suffix in OPTIONS.items():
+        (row,) = re.findall(rf"^\| {re.escape(label)} \| (.*) \|$", page, re.MULTILINE)
+        *calls, temporaries = (cell.strip() for cell in row.split("|"))
+        rows = [found.get(f"{name}{suffix}") for name in ("Lamb", "Lars", "Came")]
+        assert calls == ["" if each is None else str(each["calls"]) for each in rows], label
+        rounded = {f"{each['temporary bytes per parameter']:.0f}" for each in rows if each is not None}
+        assert set(re.findall(r"\d+", temporaries)) == rounded, label
+    assert f"makes {found['AdamW of torch, foreach']['calls']} calls" in page
+
+
 def test_every_tensor_is_in_a_group() -> None:
     for model in scale.MODELS:
         assert sum(model.groups()) == sum(tensor.numel() for tensor in model.tensors)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import PRESETS, Came, Lamb, Lars
+from bighorn.schedules import WarmUp
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused, same, snapshot, stepped, weights
 from tests.support.tables import for_every
@@ -201,9 +202,30 @@ def test_zero_is_allowed_where_it_makes_sense(kind: Kind, backend: str) -> None:
 
 
 def test_an_option_of_a_group_is_told_where_it_goes(kind: Kind) -> None:
-    for name in kind.algorithm.group_only:
+    for name, default in kind.algorithm.group_only.items():
         with pytest.raises(TypeError, match=rf"{name!r}, an option of a group: give \[.*{name!r}: \.\.\."):
-            kind(weights(), lr=0.1, **{name: True})  # type: ignore[arg-type]
+            kind(weights(), lr=0.1, **{name: not default})  # type: ignore[arg-type]
+
+
+def test_an_optimizer_is_made_with_the_options_of_another(kind: Kind) -> None:
+    """Avalanche passes `defaults` to its class, and PyKEEN the options of the first group."""
+    optimizer = kind(weights(), lr=0.1, weight_decay=0.2, maximize=True)
+    group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    for options in (optimizer.defaults, group):
+        fresh = kind(weights(), **options)
+        assert fresh.defaults == optimizer.defaults
+        assert not fresh.state
+
+
+def test_what_defaults_do_not_hold_is_said_to_be_lost(kind: Kind) -> None:
+    net = torch.nn.Linear(3, 2)
+    whole: dict[str, Any] = {"max_grad_norm": 1.0, "exclude_from_weight_decay": ["bias"]}
+    optimizer = kind(net.named_parameters(), lr=WarmUp(0.1, 2), **whole)
+    with pytest.warns(UserWarning, match="^max_grad_norm, exclude_from_weight_decay, schedule of lr of the") as caught:
+        kind(net.parameters(), **optimizer.defaults)
+    assert caught[0].filename == __file__
+    again = kind(net.named_parameters(), **{**optimizer.defaults, "lr": WarmUp(0.1, 2)}, **whole)
+    assert again.defaults == optimizer.defaults
 
 
 @pytest.mark.parametrize(

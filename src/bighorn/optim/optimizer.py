@@ -34,6 +34,7 @@ from bighorn.optim.checkpointing import (
     only_initialises,
     wrap,
 )
+from bighorn.optim.copied_defaults import remember, without_copied
 from bighorn.optim.entries import Indices, check_backend, entries_of, parameters
 from bighorn.optim.entry import Entry
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
@@ -128,6 +129,7 @@ class KernelOptimizer(Reports):
     ) -> None:
         """Create an optimizer from the arguments of its class. `partial`: it holds one rank's share of a model."""
         arguments = {name: value for name, value in arguments.items() if name not in NO_ARGUMENTS}
+        given, unknown = len(unknown), without_copied(unknown, self.algorithm.group_only)
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
         if asked := checks.asked_for(unknown, OFF_IS_OURS):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
@@ -147,6 +149,7 @@ class KernelOptimizer(Reports):
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
             names += [param.name for held in self._flat if held is not None for param in held.params]
             self._settings.check_exclusions(names)
+            remember(self, copied=len(unknown) < given)
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
         """Return a fresh optimizer with the same options for this rank's share of the parameters.

@@ -1,31 +1,27 @@
-"""The cost and the loss of LAMB and CAME in each precision: the first table of docs/precision-results.md.
+"""The bytes and the loss of LAMB and CAME in each precision: the first table of docs/precision-results.md.
 
-    python workbench/benchmarks/precision_table.py [--shapes bert_base] [--seconds 4] [--page]
+    python workbench/benchmarks/precision_table.py
 
-A step takes turns with a step of the same optimizer whose weights, gradients and states are float32. Bytes are of the
-same shapes; losses come from `bighorn compare --task text`, in precision-text.json and came-text.json. Writes
-results/precision-table.json, and from it the table in docs/precision-results.md; with --page that alone.
+Bytes are predicted for BERT-base's shapes; losses come from `bighorn compare --task text`, in precision-text.json,
+came-text.json and came-published-int8-text.json. Times are in step-precision.json. Writes the table in
+docs/precision-results.md.
 """
 
-import argparse
 import json
 import re
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from bighorn import Came, Lamb
-from bighorn_workbench import files, measure
-from bighorn_workbench.environment import provenance
+from bighorn_workbench import files
 from bighorn_workbench.shapes import SHAPES
 from result_files import DOCS, RESULTS
 
-RESULT = RESULTS / "precision-table.json"
 PAGE = DOCS / "precision-results.md"
-TABLE = re.compile(r"(<!-- table of precision-table\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table of precisions[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+SET = "bert_base"
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
@@ -42,11 +38,6 @@ class Row:
     when: str
 
     @property
-    def name(self) -> str:
-        """The name that distinguishes the row."""
-        return f"{self.kind.__name__}, {str(self.weights).removeprefix('torch.')}, {self.rounding}, {self.state}"
-
-    @property
     def loss(self) -> float | None:
         """The last loss of a training; the mean of all seeds."""
         if self.study is None:
@@ -54,16 +45,6 @@ class Row:
         file, name = self.study.split("/")
         [found] = [cell for cell in json.loads((RESULTS / file).read_text())["cells"] if cell["name"] == name]
         return statistics.fmean(run["loss"] for run in found["final"])
-
-    def optimizer(self, shapes: str) -> Optimizer:
-        """One after its first step, on these shapes."""
-        device = torch.device("cpu")
-        weights, grads = (
-            measure.draw(list(SHAPES[shapes]()), scale, self.weights, device, seed)
-            for scale, seed in ((0.02, 0), (1e-3, 1))
-        )
-        options: dict[str, Any] = {"weight_rounding": self.rounding, "state_dtype": self.state}
-        return measure.prepared(lambda params, lr, _: self.kind(params, lr=lr, **options), weights, grads, None)[0]
 
     def state_bytes(self, shapes: str) -> float:
         """Per parameter."""
@@ -81,7 +62,7 @@ ROWS = [
     ),
     Row(
         Lamb, FLOAT32, "nearest", "bfloat16", f"{TEXT}/lamb-bf16",
-        "updates are off by 13%, trust ratios by 14%", "speed matters more than accuracy",
+        "updates are off by 13%, trust ratios by 14%", "codes are too slow on your machine",
     ),
     Row(
         Lamb, BFLOAT16, "nearest", None, f"{TEXT}/lamb-nearest",
@@ -97,7 +78,7 @@ ROWS = [
     ),
     Row(Lamb, BFLOAT16, "master", None, f"{TEXT}/lamb-master", "nothing", "other code writes weights between steps"),
     Row(Lamb, BFLOAT16, "kahan", "int8", None, "as with int8 above", "only memory matters"),
-    Row(Lamb, BFLOAT16, "nearest", "bfloat16", None, "what both lose", "only speed matters"),
+    Row(Lamb, BFLOAT16, "nearest", "bfloat16", None, "what both lose", "codes are too slow, and memory matters"),
     Row(Came, FLOAT32, "nearest", None, f"{CAME}/came-published", "nothing", "half of AdamW's state is enough"),
     Row(
         Came, FLOAT32, "nearest", "bfloat16", f"{CAME}/came-published-bf16",
@@ -115,39 +96,19 @@ def exact(row: Row) -> Row:
     return next(other for other in ROWS if other.kind is row.kind)
 
 
-def measured(shapes: str, seconds: float) -> dict[str, dict[str, Any]]:
-    """Bytes of state, and the time of a step beside float32; a row in float32 is beside another of its kind."""
-    found = {}
-    for row in ROWS:
-        baseline = exact(row).optimizer(shapes)
-        theirs, mine = measure.rounds(baseline, row.optimizer(shapes), seconds)
-        ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
-        found[row.name] = {
-            "bytes_per_parameter": row.state_bytes(shapes),
-            "ms": 1e3 * statistics.median(mine),
-            "ratio": measure.spread(ratios),
-            "rounds": len(ratios),
-        }
-        print(row.name, found[row.name], flush=True)
-    return found
-
-
-def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+def table() -> str:
+    """The rows as Markdown."""
     lines = [
-        "| | weights | `state_dtype` | bytes per parameter | step | loss | what is lost | use it if |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | weights | `state_dtype` | bytes per parameter | loss | what is lost | use it if |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
         ours, best = row.loss, exact(row).loss
-        figures = result["rows"][row.name]
-        ratio = figures["ratio"]
         cells = [
             f"`{row.kind.__name__}`",
             str(row.weights).removeprefix("torch.") + (f', `"{row.rounding}"`' if row.weights == BFLOAT16 else ""),
             f'`"{row.state}"`' if row.state else "`None` (float32)",
-            f"{row.weights.itemsize} + {figures['bytes_per_parameter']:.2f}",
-            f"{ratio['median']:.2f} ({ratio['p10']:.2f}-{ratio['p90']:.2f})",
+            f"{row.weights.itemsize} + {row.state_bytes(SET):.2f}",
             f"{round(ours / best - 1, 3) + 0.0:+.1%}" if ours and best else "not measured",
             row.lost,
             row.when,
@@ -158,27 +119,10 @@ def table(result: dict[str, Any]) -> str:
 
 def written() -> str:
     """docs/precision-results.md with its table rewritten."""
-    text, count = TABLE.subn(
-        lambda match: match[1] + table(json.loads(RESULT.read_text())) + match[2], PAGE.read_text()
-    )
+    text, count = TABLE.subn(lambda match: match[1] + table() + match[2], PAGE.read_text())
     assert count == 1
     return text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="bert_base", choices=tuple(SHAPES))
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--page", action="store_true", help="write the table alone, from the figures there are")
-    arguments = parser.parse_args()
-    if not arguments.page:
-        about = provenance(
-            f"python workbench/benchmarks/precision_table.py --shapes {arguments.shapes} "
-            f"--seconds {arguments.seconds:g}"
-        )
-        files.write_json(RESULT, {**about, "rows": measured(arguments.shapes, arguments.seconds)})
-    files.write_text(PAGE, written())
-
-
 if __name__ == "__main__":
-    main()
+    files.write_text(PAGE, written())

@@ -170,7 +170,7 @@ def pick(
             )
         if name == "cpu" and reason == NO_BLOCKS and param.device.type == "cpu":
             _warn_of(
-                "a step of Lars with a momentum in blocks takes more than 30 times as long on a CPU as one in float32: "
+                "a step of Lars with a momentum in blocks takes about 15 times as long on a CPU as one in float32: "
                 f"{reason}. Use state_dtype=None or torch.bfloat16 there; "
                 'backend="foreach" silences this warning.'
             )

@@ -174,13 +174,6 @@ def test_the_page_of_precisions_says_what_was_measured() -> None:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
 
 
-def test_the_table_of_precisions_has_the_bytes_that_are_predicted() -> None:
-    found = json.loads(precision_table.RESULT.read_text())["rows"]
-    assert {row.name: row.state_bytes("bert_base") for row in precision_table.ROWS} == {
-        name: row["bytes_per_parameter"] for name, row in found.items()
-    }
-
-
 OPTIONS = {
     "float32": "",
     "`max_grad_norm`": ", clip",
@@ -196,6 +189,55 @@ OPTIONS = {
     '`weight_rounding="master"`': ", master",
 }
 """The rows of the table in docs/devices.md, and what the rows of the file add to an optimizer's name."""
+
+
+COSTS = {
+    "lars.md": {("Lars, momentum in float32", ("int8", "int4")): "Plain torch takes {:.0f} to {:.0f} times as long"},
+    "groups.md": {
+        ("Lamb", ("grad_centralization",)): "takes {:.1f} to 1.8 times as long on ViT-S and ResNet-50",
+        ("Came", ("grad_centralization",)): "to {1:.1f} times as long on ViT-S and ResNet-50",
+    },
+    "speed.md": {
+        ("fused AdamW, float64", ("Lamb",)): "`Lamb` takes {:.1f} to {:.1f} times as long",
+        ("fused AdamW, float64", ("Came",)): "`Came` {:.1f} to {:.1f}",
+        ("fused AdamW, float64", ("Lars",)): "`Lars` {:.1f} to {:.1f}",
+        ("fused AdamW, float64", ("foreach AdamW",)): "and foreach AdamW {:.1f}",
+    },
+    "precision-results.md": {
+        ("Lamb, moments in float32", ("bfloat16",)): "`Lamb` takes {:.1f} times as long with bfloat16 moments",
+        ("Lamb, moments in float32", ("int8",)): "and {:.1f} to {:.1f} with int8",
+        ("Came, momentum in float32", ("bfloat16", "int8")): "`Came` {1:.1f} with both",
+    },
+}
+"""What pages say of results/option-cost.json on the shapes of models: the least and the largest ratio of some rows."""
+
+
+def test_the_costs_of_options_are_those_of_the_file() -> None:
+    saved = json.loads((ROOT / "benchmarks" / "results" / "option-cost.json").read_text())
+    assert saved["clean"] is True
+    for page, claims in COSTS.items():
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        for (baseline, others), words in claims.items():
+            ratios = [
+                row["ratio"]["median"]
+                for row in saved["rows"]
+                if (row["baseline"], row["shapes"] != "tiny") == (baseline, True) and row["other"] in others
+            ]
+            assert len(ratios) == 2 * len(others)
+            assert words.format(min(ratios), max(ratios)) in text, (page, baseline, others)
+
+
+def test_the_first_steps_of_many_tensors_are_those_of_the_file() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "step-cliffs.json").read_text())["results"]
+    [rows] = [each["optimizers"] for each in found if each["shapes"] == "missing"]
+    lamb, came, adamw = (
+        next(1e3 * row["first_step_s"] for row in rows if row["label"] == label)
+        for label in ("Lamb", "Came", "torch AdamW, fused")
+    )
+    text = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    assert f"it takes {lamb:.0f} us per tensor (Lamb), {came:.0f} us (Came) and {adamw:.0f} us (AdamW)" in text
+    again = [optimizer["ratio"]["median"] for each in found for optimizer in each["optimizers"][:1]]
+    assert f"relative to the first are {min(again):.2f} to {max(again):.2f}" in text
 
 
 def test_the_calls_of_plain_torch_are_those_of_the_file() -> None:

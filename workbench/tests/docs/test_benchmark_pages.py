@@ -191,7 +191,7 @@ OPTIONS = {
 """The rows of the table in docs/devices.md, and what the rows of the file add to an optimizer's name."""
 
 
-COSTS = {
+COSTS: dict[str, dict[tuple[str, tuple[str, ...]], str]] = {
     "lars.md": {("Lars, momentum in float32", ("int8", "int4")): "Plain torch takes {:.0f} to {:.0f} times as long"},
     "groups.md": {
         ("Lamb", ("grad_centralization",)): "takes {:.1f} to 1.8 times as long on ViT-S and ResNet-50",

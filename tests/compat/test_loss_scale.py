@@ -72,7 +72,7 @@ BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (npu_bridge.FixedLossScaleManager, {"loss_scale": 0}, ValueError, "^loss_scale=0 .*at least 1"),
     (npu_bridge.FixedLossScaleManager, {"loss_scale": math.nan}, ValueError, "^loss_scale=nan"),
     (npu_bridge.FixedLossScaleManager, {"loss_scale": None}, TypeError, "^loss_scale must be a number"),
-    (npu_bridge.FixedLossScaleManager, {"enable_overflow_check": 1}, TypeError, "^enable_overflow_check"),
+    (npu_bridge.FixedLossScaleManager, {"enable_overflow_check": 2}, TypeError, "^enable_overflow_check"),
     (npu_bridge.ExponentialUpdateLossScaleManager, {"init_loss_scale": 0.5}, ValueError, "^init_loss_scale=0.5"),
     (npu_bridge.ExponentialUpdateLossScaleManager, {"incr_every_n_steps": 0}, ValueError, "^incr_every_n_steps=0"),
     (npu_bridge.ExponentialUpdateLossScaleManager, {"incr_every_n_steps": 1.5}, TypeError, "^incr_every_n_steps must"),

@@ -110,10 +110,43 @@ def test_a_state_that_does_not_fit_leaves_both_as_they_were() -> None:
 
 def test_tailing_without_distributed_warns_and_does_nothing() -> None:
     model = overlap_runs.network()
-    with pytest.warns(UserWarning, match=r"no effect without is_distributed.*pass is_distributed=True and"):
+    with pytest.warns(
+        UserWarning, match=r"no effect without is_distributed.*documentation says: pass is_distributed=True and"
+    ):
         optimizer = NPUOptimizer(Lamb(model.parameters(), **LAMB), is_tailing_optimization=True, name="alone")
     assert optimizer.name == "alone"
     optimizer.minimize(overlap_runs.loss(model, sample(0)))
+
+
+@pytest.mark.parametrize("scale", [None, 64.0])
+@pytest.mark.parametrize("some", [False, True])
+def test_minimize_drops_the_gradients_of_a_step_that_raised(scale: float | None, some: bool) -> None:
+    param = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD([param], lr=0.25)
+    optimizer = NPUOptimizer(sgd) if scale is None else scaled(sgd, scale)
+    handle = sgd.register_step_pre_hook(lambda *_: pytest.fail("stopped"))
+    with pytest.raises(pytest.fail.Exception, match="stopped"):
+        optimizer.minimize(param.sum(), var_list=[param] if some else None)
+    handle.remove()
+    optimizer.minimize(param.sum(), var_list=[param] if some else None)
+    assert param.tolist() == [0.75, 0.75]
+
+
+def test_the_arguments_and_methods_of_tensorflows_optimizers() -> None:
+    param, steps = nn.Parameter(torch.ones(2)), torch.tensor(0)
+    optimizer = NPUOptimizer(torch.optim.SGD([param], lr=0.25, momentum=0.5), name="train")
+    assert optimizer.get_name() == "train"
+    assert optimizer.variables() == []
+    gate: dict[str, Any] = {"gate_gradients": NPUOptimizer.GATE_GRAPH, "colocate_gradients_with_ops": True}
+    optimizer.minimize(lambda: param.sum(), steps, None, aggregation_method=2, name="step", **gate)
+    assert param.tolist() == [0.75, 0.75]
+    [momentum] = optimizer.variables()
+    assert momentum is optimizer.get_slot(param, "momentum")
+    optimizer.apply_gradients(optimizer.compute_gradients(lambda: param.sum(), **gate), steps, name="step")
+    assert steps == 2
+    for call in (optimizer.minimize, optimizer.compute_gradients):
+        with pytest.raises(ValueError, match="grad_loss is not supported: multiply the loss by it"):
+            call(param.sum(), grad_loss=cast(Any, torch.ones(())))
 
 
 # ---- compute_gradients and apply_gradients ---------------------------------------------------------------------------

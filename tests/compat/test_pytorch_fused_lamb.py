@@ -22,7 +22,7 @@ def test_groups_have_an_amsgrad_of_their_own() -> None:
     assert [group["second_moment"] for group in optimizer.param_groups] == ["amsgrad", "adam", "amsgrad"]
     assert all("amsgrad" not in group for group in optimizer.param_groups)
     with pytest.raises(TypeError, match="amsgrad must be"):
-        Lamb([{"params": [late], "amsgrad": 1}])
+        Lamb([{"params": [late], "amsgrad": 2}])
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -108,6 +108,6 @@ def test_errors_of_the_functional_form() -> None:
     with pytest.raises(ValueError, match=r"lr=-1\.0"):
         lamb(*lists, **FUNCTIONAL | {"lr": -1.0})
     with pytest.raises(TypeError, match="has_complex must be"):
-        lamb(*lists, **FUNCTIONAL | {"has_complex": 1})
+        lamb(*lists, **FUNCTIONAL | {"has_complex": 2})
     assert param.equal(torch.ones(2))
     lamb([], [], [], [], [], [], **FUNCTIONAL)

@@ -399,6 +399,20 @@ def test_options_without_a_counterpart_are_refused(peer: str, options: Any, mess
         ours.load_state_dict(theirs.state_dict())
 
 
+def test_pytorch_optimizers_lamb_adds_eps_to_the_norm_in_its_ratio() -> None:
+    """docs/coming-from.md has the difference; without it the steps are equal."""
+    theirs, ours = Parameter(torch.ones(4, 3, dtype=torch.float64)), Parameter(torch.ones(4, 3, dtype=torch.float64))
+    theirs.grad = ours.grad = torch.full((4, 3), 1e-3, dtype=torch.float64)
+    options: dict[str, Any] = {"lr": 0.1, "eps": 1e-3}
+    peer = pytest.importorskip("pytorch_optimizer").Lamb([theirs], adam_debias=True, foreach=False, **options)
+    optimizer = Lamb([ours], bias_correction=False, weight_norm_bounds=(0, 10), **options)
+    peer.step()
+    optimizer.step()
+    share = 1 / (1 + 1e-3 / optimizer.telemetry().update_norm.item())
+    assert 1 - share > 1e-3
+    torch.testing.assert_close(theirs - 1, (ours - 1) * share, rtol=1e-6, atol=0)
+
+
 # ---- bighorn's own ----------------------------------------------------------------------------------------------
 
 

@@ -19,9 +19,6 @@ from bighorn.schedules import Values
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
-check_rate = bighorn.Lamb.algorithm.options["lr"]
-"""The check of a learning rate in any form, or of a schedule."""
-
 
 class ElementError(TypeError, ValueError):
     """An element of `params` of a wrong type, which is a TypeError and a ValueError."""
@@ -36,6 +33,13 @@ def floating(name: str, value: object, check: Check) -> float:
     if not isinstance(value, float):
         raise TypeError(f"{name} must be a float, not {value!r} ({type(value).__name__})")
     return float(check(name, value))
+
+
+def check_rate(name: str, value: object) -> Any:
+    """Return a learning rate in any form, or a schedule. A tensor of 2 dims is refused, as in MindSpore."""
+    if isinstance(value, Tensor) and value.dim() > 1:
+        raise ValueError(f"{name} as a tensor must be a scalar or a 1-D vector, not of shape {tuple(value.shape)}")
+    return bighorn.Lamb.algorithm.options["lr"](name, value)
 
 
 def check_decay(name: str, value: object, high: float = math.inf) -> float | Callable[[int], Any]:
@@ -121,6 +125,8 @@ def _converted(group: dict[str, Any], most_decay: float = math.inf) -> dict[str,
     ours = dict(group)
     if "params" in group:
         ours["params"] = check_params(group["params"])
+        if not ours["params"]:
+            raise ValueError("params is empty: leave the group out, as MindSpore refuses it")
     if "lr" in group:
         ours["lr"] = check_rate("lr", group["lr"])
     if "weight_decay" in group:

@@ -203,6 +203,8 @@ class NPUOptimizer(WrappedOptimizer):
         >>> optimizer.apply_gradients([(grad.clamp(-1, 1), var) for grad, var in grads_and_vars])
     """
 
+    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+
     def __init__(
         self,
         opt: Optimizer,
@@ -233,8 +235,8 @@ class NPUOptimizer(WrappedOptimizer):
             )
         if is_tailing_optimization and not is_distributed:
             warnings.warn(
-                "is_tailing_optimization has no effect without is_distributed=True, here as in npu_bridge: pass "
-                "is_distributed=True and the DistributedDataParallel as model, or leave it out",
+                "is_tailing_optimization has no effect without is_distributed=True, as npu_bridge's documentation "
+                "says: pass is_distributed=True and the DistributedDataParallel as model, or leave it out",
                 stacklevel=3,
             )
         self.name: str | None = name
@@ -243,38 +245,63 @@ class NPUOptimizer(WrappedOptimizer):
         super().__init__(opt, scaler, model, overlap)
 
     def minimize(
-        self, loss: Tensor, global_step: Tensor | None = None, var_list: Iterable[Tensor] | None = None
+        self,
+        loss: Tensor | Callable[[], Tensor],
+        global_step: Tensor | None = None,
+        var_list: Iterable[Tensor] | None = None,
+        gate_gradients: int = GATE_OP,  # noqa: ARG002 - TensorFlow's signature
+        aggregation_method: object = None,  # noqa: ARG002
+        colocate_gradients_with_ops: bool = False,  # noqa: ARG002
+        name: str | None = None,  # noqa: ARG002
+        grad_loss: None = None,
     ) -> None:
-        """Take one step: compute the gradients of the scaled loss, and apply them.
+        """Take one step: compute the gradients of the scaled loss, and apply them. Earlier gradients are reset.
 
         Args:
-            loss: A scalar.
+            loss: A scalar, or a function that returns it.
             global_step: A tensor of int32 or int64 that counts the steps; one with an overflow does not count. Default:
                 None.
             var_list: The parameters to step. Default: None, which is all of them.
+            gate_gradients: It has no effect, since gradients are computed at once. Default: 1, which is GATE_OP.
+            aggregation_method: It has no effect. Default: None.
+            colocate_gradients_with_ops: It has no effect. Default: False.
+            name: It has no effect. Default: None.
+            grad_loss: Only None; multiply the loss instead. Default: None.
 
         Raises:
             TypeError: `global_step` is something else.
             ValueError: As for `compute_gradients`.
         """
         _check_global_step(global_step)
+        _refuse_grad_loss(grad_loss)
+        self.zero_grad()  # a step that raised has left its gradients
         if var_list is not None:
             self.apply_gradients(self.compute_gradients(loss, var_list), global_step)
             return
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        self._scaled(loss).backward()  # type: ignore[no-untyped-call]
         self._step_and_count(global_step)
 
     def compute_gradients(
-        self, loss: Tensor, var_list: Iterable[Tensor] | None = None
+        self,
+        loss: Tensor | Callable[[], Tensor],
+        var_list: Iterable[Tensor] | None = None,
+        gate_gradients: int = GATE_OP,  # noqa: ARG002 - TensorFlow's signature
+        aggregation_method: object = None,  # noqa: ARG002
+        colocate_gradients_with_ops: bool = False,  # noqa: ARG002
+        grad_loss: None = None,
     ) -> list[tuple[Tensor | None, Tensor]]:
         """Return the gradients of the loss: the averages over ranks, not scaled. Earlier gradients are reset.
 
         Where the loss is scaled, an overflow is kept for `apply_gradients`, which follows each call of this method.
 
         Args:
-            loss: A scalar, which is not scaled.
+            loss: A scalar, which is not scaled, or a function that returns it.
             var_list: Parameters of the optimizer. Without a DistributedDataParallel, no other tensor gets a gradient.
                 Default: None, which is all of them.
+            gate_gradients: It has no effect. Default: 1, which is GATE_OP.
+            aggregation_method: It has no effect. Default: None.
+            colocate_gradients_with_ops: It has no effect. Default: False.
+            grad_loss: Only None; multiply the loss instead. Default: None.
 
         Returns:
             (gradient, parameter) for each of `var_list`; the gradient is the tensor in `.grad`, or None if the loss
@@ -283,7 +310,7 @@ class NPUOptimizer(WrappedOptimizer):
         Raises:
             RuntimeError: The loss is scaled, and the gradients before were not applied.
             ValueError: `var_list` has a tensor that is not a parameter of the optimizer; or the loss is scaled, and a
-                gradient is float16, for which `minimize` is.
+                gradient is float16, for which `minimize` is; or `grad_loss`.
 
         Source: tf.compat.v1.train.Optimizer.
 
@@ -295,6 +322,7 @@ class NPUOptimizer(WrappedOptimizer):
             >>> grad
             tensor([1., 1.])
         """
+        _refuse_grad_loss(grad_loss)
         params = self._params()
         chosen = params if var_list is None else list(var_list)
         for i, param in enumerate(chosen):
@@ -305,9 +333,8 @@ class NPUOptimizer(WrappedOptimizer):
                 "apply_gradients() between the two, or zero_grad() to drop the first, or add up the losses"
             )
         self.zero_grad()
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
         # A DistributedDataParallel averages gradients when all of them are there.
-        scaled.backward(inputs=chosen if self.model is None else None)  # type: ignore[no-untyped-call]
+        self._scaled(loss).backward(inputs=chosen if self.model is None else None)  # type: ignore[no-untyped-call]
         if self.overlap is not None:
             self.overlap.synchronize()
         if self.scaler is not None:
@@ -315,7 +342,10 @@ class NPUOptimizer(WrappedOptimizer):
         return [(param.grad, param) for param in chosen]
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Tensor | None, Tensor]], global_step: Tensor | None = None
+        self,
+        grads_and_vars: Iterable[tuple[Tensor | None, Tensor]],
+        global_step: Tensor | None = None,
+        name: str | None = None,  # noqa: ARG002 - TensorFlow's signature
     ) -> None:
         """Step with these gradients, and reset them.
 
@@ -326,6 +356,7 @@ class NPUOptimizer(WrappedOptimizer):
             grads_and_vars: (gradient, parameter) for the parameters to step; a gradient is not scaled. None for a
                 parameter that is not stepped.
             global_step: As for `minimize`. Default: None.
+            name: It has no effect. Default: None.
 
         Raises:
             TypeError: `grads_and_vars` are not pairs, or `global_step` is something else.
@@ -369,6 +400,18 @@ class NPUOptimizer(WrappedOptimizer):
             {name for state in states for name, value in state.items() if isinstance(value, Tensor)} - {"step"}
         )
 
+    def get_name(self) -> str | None:
+        """Return the name."""
+        return self.name
+
+    def variables(self) -> list[Tensor]:
+        """Return the tensors of the state, with the step counts; there are none before the first step."""
+        return [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+    def _scaled(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:
+        loss = loss if isinstance(loss, Tensor) else loss()
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
     def _step_and_count(self, global_step: Tensor | None) -> None:
         self.step()
         if global_step is not None:
@@ -399,6 +442,11 @@ def _check_inner(opt: NPUOptimizer, is_loss_scale: bool) -> None:
         )
     if opt.scaler is not None and is_loss_scale:
         raise ValueError("opt scales the loss already: give loss_scale_manager to one of the two optimizers only")
+
+
+def _refuse_grad_loss(grad_loss: object) -> None:
+    if grad_loss is not None:
+        raise ValueError("grad_loss is not supported: multiply the loss by it, and pass the sum as loss")
 
 
 def _check_global_step(global_step: object) -> None:

@@ -20,7 +20,7 @@ _INCOMPLETE: WeakSet[Optimizer] = WeakSet()
 
 
 def without_copied(unknown: Mapping[str, Any], group_only: Mapping[str, Any]) -> dict[str, Any]:
-    """Return unknown arguments without those of a copy: options of groups at their defaults, and what groups count."""
+    """Leave out what a copy passes: options of groups at their defaults, and the counts that groups keep."""
     return {
         name: value
         for name, value in unknown.items()

@@ -199,6 +199,49 @@ def test_a_fork_between_steps() -> None:
     run(code, BIGHORN_NUM_THREADS="5")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_fork_while_another_thread_steps() -> None:
+    """The child once could never step: it had the locks of a thread that it does not have."""
+    code = """
+        import os, threading, warnings
+        import torch
+        from bighorn import Lamb
+        torch.set_num_threads(1)  # a child has no OpenMP workers, for which torch's own kernels wait
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of a fork beside threads
+        for backend in ("cpu", "foreach", "reference"):
+            param = torch.nn.Parameter(torch.ones(8, 8))
+            optimizer = Lamb([param], lr=0.1, backend=backend)
+            param.grad = torch.ones(8, 8)
+            optimizer.step()
+            begun, ended = threading.Event(), threading.Event()
+            def wait(_):
+                begun.set()
+                ended.wait()
+            thread = threading.Thread(target=optimizer.step_in_parts, args=([[param]], wait))
+            thread.start()
+            begun.wait()
+            (stepper,) = optimizer._plans._plans.values()
+            if backend == "cpu":
+                stepper[0].kernels[0].kernel.lock.acquire()  # as inside of the library
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    optimizer.step()
+                    code = int(optimizer.state[param]["step"] != 2)
+                finally:
+                    os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0, backend
+            if backend == "cpu":
+                stepper[0].kernels[0].kernel.lock.release()
+            ended.set()
+            thread.join()
+            optimizer.step()
+            assert optimizer.state[param]["step"] == 3
+    """
+    run(code, BIGHORN_NUM_THREADS="1")
+
+
 def test_four_python_threads_at_once() -> None:
     code = """
         import threading

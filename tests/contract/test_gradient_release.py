@@ -189,7 +189,7 @@ def test_a_first_step_at_lr_0(moving: int | None, kind: Kind) -> None:
             weights = [float(step > 0 or i == moving) for i in range(len(params))]
             # In the first step, all gradients are zero, or all but one.
             loss = sum((p.sum() * weight for p, weight in zip(params, weights, strict=True)), torch.zeros(()))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     assert_same_everything(list(nets[1].parameters()), released, list(nets[0].parameters()), plain)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Lars
+from bighorn.optim.step_lock import StepLock
 from tests.support.cases import Case, Kind, serving
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
@@ -265,6 +269,69 @@ def test_a_second_thread_is_refused_while_one_is_in_a_step(kind: Kind, backend: 
     thread.join()
     optimizer.step()
     assert optimizer.state[param]["step"] == 3
+
+
+def test_a_state_cannot_be_loaded_inside_a_step(kind: Kind, backend: str) -> None:
+    """It once ended in an error of a lock, with half a step taken; groups may be added."""
+    params = [Parameter(torch.ones(3, 4)) for _ in range(3)]
+    optimizer: Any = kind(params[:2], lr=0.1, backend=backend)
+    for param in params:
+        param.grad = torch.ones(3, 4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+
+    def wait(part: int) -> None:
+        if part == 1:
+            with pytest.raises(RuntimeError, match=r"load_state_dict\(\) was called while a step is running"):
+                optimizer.load_state_dict(saved)
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": params[2:]})
+
+    optimizer.step_in_parts([params[:1], params[1:2]], wait)
+    assert [int(optimizer.state[param]["step"]) for param in params[:2]] == [2, 2]
+    assert not optimizer.state.get(params[2])
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 1]
+
+
+def test_an_interrupt_leaves_no_lock_held() -> None:
+    """Ctrl-C between the lock and its `try` once left it held, and every other thread was refused for good."""
+    lock = StepLock()
+
+    def interrupted(at: int) -> bool:
+        """Interrupt the lock before one of its instructions; return whether it came that far before the step ended."""
+        ended: list[int] = []
+        count = 0
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal count
+            if frame.f_code is not StepLock.run.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            if count == at and not ended:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            lock.run(lambda: ended.append(1), lambda: None, waits=False)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    at = 1
+    while interrupted(at):
+        assert not lock.held, at
+        at += 1
+    assert at > 20
+    thread = threading.Thread(target=partial(lock.run, lambda: None, lambda: None, waits=False))
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize("way", ["step", "step_in_parts", "step_param"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +42,7 @@ from bighorn.optim.replaced_params import GivenParams, adopted, replaced
 from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
+from bighorn.optim.step_lock import StepLock
 from bighorn.optim.step_options import (
     SCHEDULED,
     OptionGuard,
@@ -106,8 +106,7 @@ class KernelOptimizer(Reports):
     """The first parameter of each group at the last step, by its `id`."""
     _groups: list[Group]
     """All groups, also while a framework has left only some of them in `param_groups`."""
-    _lock: threading.RLock
-    """Held during a step."""
+    _lock: StepLock
     _begun: BegunStep | None = None
     """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
@@ -286,8 +285,8 @@ class KernelOptimizer(Reports):
             RuntimeError: As for `step`; or the parameter has taken this step already.
             ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
         """
-        with self._lock:  # autograd has a thread for each device
-            self._step_param(param, group)
+        # Autograd has a thread for each device.
+        self._lock.run(partial(self._step_param, param, group), self._after_fork, waits=True)
 
     def _step_param(self, param: Tensor, group: dict[str, Any] | None) -> None:
         if group is not None and not can_step(self, self._begun, param, group):
@@ -336,14 +335,7 @@ class KernelOptimizer(Reports):
 
     def _step(self, *parts_and_calls: Any) -> None:
         """Take one step, as `_take_step`, unless another thread is in one: counts of one of them would be lost."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
-            )
-        try:
-            self._take_step(*parts_and_calls)
-        finally:
-            self._lock.release()
+        self._lock.run(partial(self._take_step, *parts_and_calls), self._after_fork, waits=False)
 
     def _take_step(
         self,
@@ -566,8 +558,12 @@ class KernelOptimizer(Reports):
         return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun, self._lock = OptionGuard(), None, threading.RLock()
+        self._guard, self._begun, self._lock = OptionGuard(), None, StepLock()
         self._forget_plans()
+
+    def _after_fork(self) -> None:
+        """Drop the plans, since a thread of the parent may have been in one of their kernels, with its lock."""
+        self._plans = PlanCache()
 
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
@@ -601,9 +597,12 @@ class KernelOptimizer(Reports):
             state_dict: A dict with `state` and `param_groups`; options in its groups override the present ones.
 
         Raises:
+            RuntimeError: A step is running, in another thread or around this call.
             ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range. The optimizer is unchanged.
         """
+        if self._lock.held:
+            raise RuntimeError("load_state_dict() was called while a step is running: call it before or after the step")
         self._notice_replaced()
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm

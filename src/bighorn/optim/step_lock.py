@@ -52,9 +52,6 @@ class StepLock:
             raise RuntimeError(
                 "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
             )
-        with self._lock:
-            try:
-                self._owner = me
-                return step()
-            finally:
-                self._owner = None
+        with self._lock:  # and no `try`, before whose first line an interrupt would leave the lock held
+            self._owner = me
+            return step()

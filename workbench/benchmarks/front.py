@@ -167,6 +167,10 @@ PEERS = {
 """The bars of the picture of speed, by panel: a file of results, a parameter set in it, and an optimizer."""
 
 
+SHOWN_AS = {"apex FusedLAMB": "apex FusedLAMB, clips"}
+"""The names of peers whose step does more than the others'."""
+
+
 def peer_ratios(panel: str) -> dict[str, float]:
     """The median time of a step by optimizer, relative to fused AdamW's."""
     return {label: ratios(name, shapes)[label]["median"] for name, shapes, label in PEERS[panel]}
@@ -184,7 +188,7 @@ def speed_picture() -> str:
             for at, value in enumerate(found.values()):
                 axes.text(value + 0.01 * max(found.values()), at, f"{value:.2f}", va="center", color=INK)
             axes.axvline(1, color=INK, linewidth=1, linestyle="--")
-            names = [f"Bighorn {label}" if label in ("Lamb", "Came") else label for label in found]
+            names = [f"Bighorn {label}" if label in ("Lamb", "Came") else SHOWN_AS.get(label, label) for label in found]
             axes.set_yticks(range(len(found)), names)
             axes.tick_params(axis="y", length=0)
             axes.invert_yaxis()

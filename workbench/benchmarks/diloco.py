@@ -4,8 +4,8 @@
 
 Four workers train the model of the task `digits` on shards of its data, by AdamW with a constant rate, at batch 32.
 After every 20 steps the outer optimizer takes the weights minus the mean of the workers' weights as its gradient, and
-the workers continue from its weights with their own AdamW states (Douillard et al., arXiv:2311.08105v3, Algorithm 1).
-A run is an outer optimizer, an outer and an inner rate and a seed; its losses are those of the outer weights on the
+the workers continue from its weights with their own AdamW states (Douillard et al., arXiv:2311.08105).
+A run is an outer optimizer, an outer and an inner rate and a seed; its losses are the outer weights' on the
 training data, before the first and after each outer step. `mean of the workers` has no outer optimizer.
 Writes workbench/benchmarks/results/diloco.json, and the table in workbench/benchmarks/results/came-rates.md.
 """

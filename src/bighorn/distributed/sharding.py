@@ -129,8 +129,12 @@ class RankSums(ABC):
         """Whether `here` is True on any of the ranks."""
         return bool(self._all_reduce(torch.tensor(float(here), device=self.device_type), dist.ReduceOp.MAX))
 
-    def check_same(self, lines: list[str]) -> None:
+    def check_same(self, lines: list[str], remedy: str = "Make the optimizer in the same way on every rank") -> None:
         """Compare lines of text, with one collective of two numbers if all ranks have the same.
+
+        Args:
+            lines: The lines.
+            remedy: The end of the error's message.
 
         Raises:
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
@@ -150,7 +154,7 @@ class RankSums(ABC):
                 raise ValueError(
                     "ranks would add up sums of different tensors, or step them with different options. The first "
                     f"difference: rank {self.ranks[0]} has {entries[0]}, rank {self.ranks[other]} has "
-                    f"{entries[other]}. Make the optimizer in the same way on every rank"
+                    f"{entries[other]}. {remedy}"
                 )
 
 
@@ -239,6 +243,14 @@ def unsupported_reason(param: Tensor) -> str | None:
             "be regular: distribute it with distribute_tensor, parallelize_module or fully_shard"
         )
     return None
+
+
+def ranks_of(param: Tensor) -> ReduceGroup | None:
+    """The ranks that add up the sums of one parameter on the host; None if it is not sharded, or is on a device."""
+    layout = layout_of(param)
+    if layout is None or layout.sharded_dims is None or layout.mesh.device_type != "cpu":
+        return None
+    return ReduceGroup.of([layout.sharded_dims])
 
 
 def holders_of(param: Tensor) -> list[int] | None:

@@ -1,21 +1,36 @@
-"""A check that ranks step the same parameters, in the same order and with the same options.
+"""Checks that ranks step the same parameters, in the same order and with the same options, and have their gradients.
 
-Sums of several tensors are sent in one message, so ranks with different orders would add up sums of different tensors
-without an error.
+Sums of several tensors are sent in one message: ranks with different orders would add up sums of different tensors
+without an error, and ranks with different gradients would wait for each other for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims, described_option
 from bighorn.optim.algorithm import Group
+from bighorn.optim.entries import Indices
 from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
 
+EntriesOfRanks = Mapping[RankSums, list[Entry]]
+"""The entries of sharded parameters, by the ranks that add up their sums, in the same order on every rank."""
 
-def check_agreement(entries: Iterable[Entry], groups: list[Group], options: Iterable[str], settings: Settings) -> None:
+
+def by_ranks(entries: Iterable[Entry]) -> EntriesOfRanks:
+    """Return the entries of sharded parameters on each mesh, or in the flat tensors of each process group."""
+    found: dict[object, list[Entry]] = {}
+    for entry in entries:
+        if entry.ranks is not None:
+            key = entry.ranks if isinstance(entry.ranks, FlatGroup) else entry.ranks.mesh
+            found.setdefault(key, []).append(entry)
+    pairs = [(_ranks(mine), mine) for mine in found.values()]
+    return dict(sorted(pairs, key=lambda pair: pair[0].order))
+
+
+def check_agreement(entries: list[Entry], groups: list[Group], options: Iterable[str], settings: Settings) -> None:
     """Compare the parameters and options of the ranks of each mesh, with one collective per mesh if they agree.
 
     Args:
@@ -28,18 +43,48 @@ def check_agreement(entries: Iterable[Entry], groups: list[Group], options: Iter
         ValueError: The ranks differ. Every rank raises, and the message names the first difference. Or parameters are
             on meshes with different ranks, and a norm of all gradients needs a process group.
     """
-    on_meshes: dict[object, list[Entry]] = {}
-    holders = []
-    for entry in entries:
-        holders.append(entry.holders)
-        if entry.ranks is not None:
-            key = entry.ranks if isinstance(entry.ranks, FlatGroup) else entry.ranks.mesh
-            on_meshes.setdefault(key, []).append(entry)
-    pairs = [(_ranks(mine), mine) for mine in on_meshes.values()]
     names = list(options)
-    for ranks, mine in sorted(pairs, key=lambda pair: pair[0].order):
+    for ranks, mine in by_ranks(entries).items():
         ranks.check_same(described(mine, groups, names, settings))
-    settings.refuse_apart(holders)
+    settings.refuse_apart(entry.holders for entry in entries)
+
+
+class Presence:
+    """The places of sharded parameters, to compare at each step which of them have gradients.
+
+    Args:
+        entries: Every parameter, in the order in which a step visits them.
+        indices: The group and parameter index of each.
+    """
+
+    def __init__(self, entries: list[Entry], indices: Indices) -> None:
+        self._places = {
+            ranks: [(*indices[id(entry.param)], entry.label) for entry in mine]
+            for ranks, mine in by_ranks(entries).items()
+        }
+        self._first = True
+
+    def check(self, groups: list[Group], present: Container[int]) -> None:
+        """Compare the gradients of the ranks of each mesh, with one collective.
+
+        Ranks whose sums are on devices compare them at the first step alone, since the host waits for the devices.
+
+        Args:
+            groups: The groups of the parameters.
+            present: The indices of the groups that take the step.
+
+        Raises:
+            ValueError: The ranks differ. Every rank raises, and the message names the first difference.
+        """
+        for ranks, places in self._places.items():
+            if self._first or ranks.device_type == "cpu":
+                there = [(label, groups[i]["params"][j].grad is not None) for i, j, label in places if i in present]
+                lines = [f"{label} with{'' if has_grad else 'out'} a gradient" for label, has_grad in there]
+                ranks.check_same(lines, GIVE_GRADIENTS)
+        self._first = False
+
+
+GIVE_GRADIENTS = "Give every rank a gradient of each sharded parameter, of zeros if its loss does not use it, or none"
 
 
 def described(entries: Iterable[Entry], groups: list[Group], options: Iterable[str], settings: Settings) -> list[str]:

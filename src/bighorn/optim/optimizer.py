@@ -21,9 +21,10 @@ from torch.optim.optimizer import ParamsT
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
+from bighorn.distributed.sharding import ReduceGroup
 from bighorn.names import listed
 from bighorn.optim import flat_tensors, param_groups, plan_builder
-from bighorn.optim.agreement import check_agreement, described
+from bighorn.optim.agreement import GIVE_GRADIENTS, Presence, check_agreement, described
 from bighorn.optim.algorithm import Algorithm, Group, Variant
 from bighorn.optim.checkpointing import (
     check_structure,
@@ -115,6 +116,10 @@ class KernelOptimizer(Reports):
     """Whether the optimizer holds one rank's share of a model, as `on_ranks` returns it."""
     _agreed: bool = False
     """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
+    _presence: Presence | None = None
+    """The places of sharded parameters, whose gradients ranks compare; None if there are none."""
+    _alone: tuple[ReduceGroup, ...] = ()
+    """The ranks with which `step_param` has stepped sharded parameters."""
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
@@ -294,7 +299,10 @@ class KernelOptimizer(Reports):
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
         begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
-        check_step_param(param, indices, begun, self.param_groups)
+        label = check_step_param(param, indices, begun, self.param_groups)
+        if (ranks := sharding.ranks_of(param)) is not None:
+            ranks.check_same([f"{label} to step next"], GIVE_GRADIENTS)
+            self._alone = tuple(dict.fromkeys([*self._alone, ranks]))
         schedule, [plan], fresh = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices, handed_in=group is not None)
         begun.add(param, plan, fresh, self._at_rest())
@@ -351,6 +359,8 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
+        for ranks in self._alone:
+            ranks.check_same(["nothing more to step inside of backward"], GIVE_GRADIENTS)
         settings = self._settings
         params = [] if begun is not None and begun.closed else self._params(self.param_groups)
         if torch._C._current_graph_task_id() != -1:
@@ -425,8 +435,10 @@ class KernelOptimizer(Reports):
         self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
         self._forget_plans()
 
-    def _some_groups(self) -> list[int]:
-        """Return the indices of the groups that a framework has left in `param_groups`."""
+    def _present(self) -> Sequence[int]:
+        """Return the indices of the groups that a framework has left in `param_groups`, which are all of most."""
+        if self.param_groups is self._groups:
+            return range(len(self._groups))
         index_of = {id(group): index for index, group in enumerate(self._groups)}
         present = [index_of.get(id(group), -1) for group in self.param_groups]
         if -1 in present:
@@ -443,11 +455,7 @@ class KernelOptimizer(Reports):
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
         groups = self._groups
-        scheduled = self._scheduled
-        present: Sequence[int] = range(len(groups))
-        if self.param_groups is not groups:
-            present = self._some_groups()
-            scheduled = [scheduled[index] for index in present]
+        scheduled = [self._scheduled[index] for index in self._present()]
         attach_all(groups, self._scheduled, self.defaults, self.algorithm)
         schedule = ScheduleStep(self.param_groups, scheduled)
         try:
@@ -456,11 +464,12 @@ class KernelOptimizer(Reports):
             if not self._guard.refresh(groups, self.defaults, self.algorithm, self._settings):
                 self._forget_plans()
             if not self._agreed:
+                self._presence = None
                 if any(self._flat) or sharding.any_distributed(self._params(groups)):
-                    check_agreement(self._entries(groups), groups, self.algorithm.options, self._settings)
+                    entries = list(self._entries(groups))
+                    check_agreement(entries, groups, self.algorithm.options, self._settings)
+                    self._presence = Presence(entries, self._indices())
                 self._agreed = True
-            if any(self._flat):
-                flat_tensors.check_grads(groups, self._flat, present)
         except BaseException:
             schedule.undo()
             raise
@@ -489,6 +498,10 @@ class KernelOptimizer(Reports):
         if not begun and (parts is not None or indices is not None):
             self._plans.begin_parts(self._params(self.param_groups))
         try:
+            if self._presence is not None and indices is None:  # all gradients are there
+                self._presence.check(groups, self._present())
+            if any(self._flat):
+                flat_tensors.check_grads(groups, self._flat, self._present())
             divided = StepParams.of(params, self.state).divided(parts)
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)

@@ -79,8 +79,8 @@ def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group
     return True
 
 
-def check_step_param(param: Tensor, indices: Indices, begun: BegunStep | None, groups: list[Group]) -> None:
-    """Raise for a parameter that cannot take such a step.
+def check_step_param(param: Tensor, indices: Indices, begun: BegunStep | None, groups: list[Group]) -> str:
+    """Return the name of a parameter in messages; raise for one that cannot take such a step.
 
     Raises:
         RuntimeError: The parameter has taken the step already.
@@ -99,3 +99,4 @@ def check_step_param(param: Tensor, indices: Indices, begun: BegunStep | None, g
             "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
             "that share the parameter, cannot be added up where each is stepped as soon as it is there"
         )
+    return label

@@ -62,9 +62,16 @@ def peer(name: str, **options: Any) -> Build:
     return build
 
 
+def clipped(params: list[Parameter]) -> Optimizer:
+    """Lamb with a clip; parameters that are on a mesh of two ranks alone have copies on the other two."""
+    smallest = min((param.device_mesh for param in params), key=lambda mesh: mesh.size())  # type: ignore[attr-defined]
+    group = smallest.get_group() if smallest.size() < RANKS else None
+    return Lamb(params, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=1.0, grad_norm_group=group)
+
+
 OPTIMIZERS: Mapping[str, Build] = {
     "Lamb": lambda params: Lamb(params, lr=LR, weight_decay=WEIGHT_DECAY),
-    "Lamb, max_grad_norm": lambda params: Lamb(params, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=1.0),
+    "Lamb, max_grad_norm": clipped,
     "Came": lambda params: Came(params, lr=LR, weight_decay=WEIGHT_DECAY),
     "torch AdamW, fused": peer("adamw"),
     "timm Lamb": peer("timm"),

@@ -10,8 +10,8 @@ from sphinx.application import Sphinx
 
 HEAD = """# Bighorn
 
-> Fused LAMB, CAME and LARS for PyTorch: train with less memory or larger batches. Sharded runs match one process up to rounding.
-> Plain torch.optim.Optimizers: `from bighorn import Lamb, Came, Lars`.
+> Fused LAMB, CAME and LARS for PyTorch: train with less memory or larger batches.
+> Sharded runs match one process up to rounding. Plain torch.optim.Optimizers: `from bighorn import Lamb, Came, Lars`.
 
 """
 

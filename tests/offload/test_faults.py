@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.support.offloading import (
     train,
 )
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
+from tests.support.processes import LIMIT
 from tests.support.slow_copies import SlowCopies
 
 
@@ -203,7 +203,8 @@ def calls_of(net: nn.Module, optimizer: OffloadedOptimizer) -> list[Callable[[],
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
     net = network()
-    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=SlowCopies(bandwidth=1e6))
+    copies = SlowCopies(bandwidth=1e6, seed=None)
+    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=copies)
     train(net, optimizer, range(1))
     loss_of(net, 1).backward()
     optimizer.step()
@@ -211,14 +212,11 @@ def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
     thread, gone = optimizer._worker.thread, [weakref.ref(net[0].weight), weakref.ref(optimizer)]
     del net, optimizer
     gc.collect()
-    thread.join(timeout=20)
+    thread.join(LIMIT)
     assert not thread.is_alive()
-    for _ in range(100):
-        gc.collect()
-        if not any(ref() for ref in gone):
-            return
-        time.sleep(0.02)  # the last copies end
-    raise AssertionError(gone)
+    copies.settle()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_the_hooks_end_with_the_optimizer() -> None:

@@ -6,16 +6,19 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bighorn import Lamb
+from bighorn.offloading.copies import Pairs
 from bighorn.offloading.forward import users
 from tests.support.offloading import OVERLAPS, Overlap, Twins, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise
-from tests.support.slow_copies import SlowCopies
+from tests.support.processes import LIMIT
+from tests.support.slow_copies import SlowArrival, SlowCopies
 
 
 class Tied(nn.Module):
@@ -74,40 +77,51 @@ def test_a_model_with_tied_weights_and_attention() -> None:
     twins.assert_equal()
 
 
-class Held(SlowCopies):
-    """Copies to the device; later ones wait for a signal."""
+class Asked:
+    """An arrival that tells when it is waited for."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, arrival: SlowArrival, asked: threading.Event) -> None:
+        self.arrival, self.asked = arrival, asked
+
+    def synchronize(self) -> None:
+        self.asked.set()
+        self.arrival.synchronize()
+
+    wait = synchronize
+
+
+class Held(SlowCopies):
+    """Copies to the device; those after the first begin when one of them is waited for."""
+
+    def __init__(self) -> None:
         super().__init__(seed=None)
-        self.free, self.go = free, threading.Event()
+        self.asked, self.sent, self.copied = threading.Event(), 0, 0
         copy = self.inward.copy
 
-        def hold(pairs: list[tuple[Tensor, Tensor]], arrival: object) -> None:
-            if self.free == 0:
-                assert self.go.wait(20)
-            self.free -= 1
-            copy(pairs, arrival)  # type: ignore[arg-type]
+        def hold(pairs: list[tuple[Tensor, Tensor]], arrival: SlowArrival) -> None:
+            assert self.copied == 0 or self.asked.wait(LIMIT)
+            self.copied += 1
+            copy(pairs, arrival)
 
         self.inward.copy = hold  # type: ignore[method-assign]
 
+    def to_device(self, pairs: Pairs) -> Any:
+        arrival = super().to_device(pairs)
+        self.sent += 1
+        return arrival if self.sent == 1 else Asked(arrival, self.asked)
+
 
 def test_the_step_returns_and_the_first_layers_run_while_others_are_on_their_way() -> None:
-    net, copies = network(), Held(free=1)
+    net, copies = network(), Held()
     optimizer = offloaded(net, lamb(net), overlap="forward", copies=copies)
     before = net[5].weight.clone()
     loss_of(net, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
     net[1](net[0](torch.ones(9)))  # of the first bucket that is sent
+    assert not copies.asked.is_set()
     assert torch.equal(net[5].weight, before)
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(net[5](torch.ones(90))))
-    thread.start()
-    thread.join(timeout=0.1)
-    assert seen == []
-    copies.go.set()
-    thread.join(timeout=20)
-    assert len(seen) == 1
+    net[5](torch.ones(90))
     assert not torch.equal(net[5].weight, before)
 
 

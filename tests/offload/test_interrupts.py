@@ -127,8 +127,7 @@ class Loop:
     def settle(self) -> None:
         """Wait until the stepping thread and the copies are idle."""
         self.optimizer._worker.submit(lambda: None).result()
-        for begin in (self.copies.to_host, self.copies.to_device):
-            begin([(torch.zeros(1), torch.zeros(1))]).synchronize()
+        self.copies.settle()
 
     def recover(self, again: bool) -> None:
         """Apply a documented remedy after Ctrl-C: call step() again, or zero_grad()."""

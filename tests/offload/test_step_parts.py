@@ -10,6 +10,7 @@ import torch
 from bighorn import Lamb
 from bighorn.offloading.step import TransferBucket, step_parts
 from tests.support.offloading import loss_of, network, offloaded
+from tests.support.processes import LIMIT
 from tests.support.slow_copies import SlowCopies
 
 
@@ -30,21 +31,18 @@ def test_backward_ends_while_two_buckets_are_in_flight() -> None:
     count = len(optimizer._current.buckets)
     optimizer.step()
     copy = copies.outward.copy
-    sent = []
+    sent, released = [], []
 
     def hold(pairs: list[tuple[torch.Tensor, torch.Tensor]], arrival: object) -> None:
         sent.append(len(pairs))
         if len(sent) == count - 1:
-            assert go.wait(20)
+            released.append(go.wait(LIMIT))
         copy(pairs, arrival)  # type: ignore[arg-type]
 
     copies.outward.copy = hold  # type: ignore[method-assign]
-    thread = threading.Thread(target=lambda: loss_of(net, 1).backward())
-    thread.start()
-    thread.join(timeout=5)
-    ended = not thread.is_alive()
+    loss_of(net, 1).backward()
     go.set()
-    thread.join(timeout=20)
-    assert ended
     optimizer.step()
+    optimizer.synchronize()
     assert len(sent) == count
+    assert released == [True], "backward() has waited for a copy"

@@ -30,6 +30,13 @@ class SlowArrival:
     wait = synchronize
 
 
+@torch.no_grad()
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy; the variables of this loop end with it, and keep no memory alive once the arrival is known."""
+    for target, source in pairs:
+        target.copy_(source)
+
+
 class Direction:
     """A thread that copies in one direction; a copy reads and writes memory when it runs, not when it is enqueued."""
 
@@ -72,9 +79,7 @@ class Direction:
             if self.error is not None:
                 error, self.error = self.error, None
                 raise error
-            with torch.no_grad():
-                for target, source in pairs:
-                    target.copy_(source)
+            copy_all(pairs)
         except BaseException as error:
             arrival.error = error
         self.bytes += size
@@ -105,3 +110,8 @@ class SlowCopies:
 
     def to_device(self, pairs: Pairs) -> Any:
         return self.inward.begin([(device, host) for host, device in pairs])
+
+    def settle(self) -> None:
+        """Without a seed: return when all copies have ended, and the threads hold nothing of theirs."""
+        for begin in (self.to_host, self.to_device):
+            begin([(torch.zeros(1), torch.zeros(1))]).synchronize()

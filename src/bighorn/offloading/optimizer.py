@@ -219,7 +219,7 @@ class OffloadedOptimizer(Optimizer):
         """Return the state of the optimizer as if nothing were offloaded."""
         self._end_last_step()
         self._options.exchange()
-        return with_masters(self.optimizer.state_dict(), self._setup.params)
+        return with_masters(self.optimizer, self._setup.params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`, of an offloaded optimizer or not.
@@ -234,7 +234,7 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._current.failure is None:
             self._end_last_step()
-        load_with_masters(self.optimizer.load_state_dict, state_dict, self._setup.params)
+        load_with_masters(self.optimizer, state_dict, self._setup.params)
         if self._current.failure is not None or self._current.in_pass:
             self._forget()
         self._options.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ SLAB_BYTES = 256 << 20
 
 MASTER = "master"
 """The name of a float32 master in a `state_dict`, which Bighorn's own `weight_rounding="master"` gives it, too."""
+
+LOADED = "loaded_master"
+"""Its name while a `state_dict` is loaded: Bighorn drops a master that its `weight_rounding` does not ask for."""
 
 ALIGNMENT = 64
 """The bytes to which tensors in a slab are aligned: a cache line."""
@@ -177,35 +180,39 @@ def strided(memory: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     return values.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
 
-def with_masters(state_dict: dict[str, Any], params: Sequence[OffloadedParam]) -> dict[str, Any]:
+def with_masters(optimizer: Optimizer, params: Sequence[OffloadedParam]) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with the masters of the parameters that have state."""
-    state = dict(state_dict["state"])
-    for number, param in enumerate(params):
-        if param.master is not None and number in state:
-            state[number] = {**state[number], MASTER: param.host.detach()}
+    masters = {param.host for param in params if param.master is not None}
+    hosts = [host for group in optimizer.param_groups for host in group["params"]]
+    state_dict = optimizer.state_dict()
+    state = {
+        number: {**each, MASTER: hosts[number].detach()} if hosts[number] in masters else each
+        for number, each in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 
 @torch.no_grad()
-def load_with_masters(
-    load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any], params: Sequence[OffloadedParam]
-) -> None:
+def load_with_masters(optimizer: Optimizer, state_dict: dict[str, Any], params: Sequence[OffloadedParam]) -> None:
     """Load a `state_dict` into an optimizer, and the masters in it into the host's parameters.
 
     If it has no masters, they start as the weights that are loaded into the model.
     """
     if all(param.master is None for param in params) or "state" not in state_dict:
-        load(state_dict)
+        optimizer.load_state_dict(state_dict)
         return
-    state, masters = dict(state_dict["state"]), {}
-    for number, each in state.items():
-        if isinstance(each, dict) and MASTER in each:
-            state[number] = {**each}
-            masters[number] = state[number].pop(MASTER)
-    load({**state_dict, "state": state})
-    for number, param in enumerate(params):
-        if number in masters:
-            param.host.copy_(masters[number])
+    # The optimizer may load by name, so that a master comes with its parameter's state, under a name that it keeps.
+    state = {
+        number: {LOADED if name == MASTER else name: value for name, value in each.items()}
+        if isinstance(each, dict)
+        else each
+        for number, each in state_dict["state"].items()
+    }
+    optimizer.load_state_dict({**state_dict, "state": state})
+    for param in params:
+        master = optimizer.state[param.host].pop(LOADED, None) if param.host in optimizer.state else None
+        if master is not None and param.master is not None:
+            sharding.local(param.host).copy_(sharding.local(master))
 
 
 class SharedOptions:

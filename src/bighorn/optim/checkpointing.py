@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from bighorn.arguments import shortened
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
 from bighorn.names import unwrapped
@@ -94,9 +95,10 @@ def converted(
 
 
 def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str, Any]:
-    """Return a checkpoint with its parameters in the order of the model's, if both have the same names.
+    """Return a checkpoint with its parameters and groups in the order of the model's, if both have the same names.
 
-    torch loads by position, and so does this function, with a warning, where names differ. A checkpoint from
+    A group gets the options of the saved group with the same parameters. If there is none, its options stay, with a
+    warning. torch loads by position, and so does this function, with a warning, where names differ. A checkpoint from
     torch.distributed.checkpoint has names in place of indices, and is in the model's order already.
 
     Args:
@@ -107,30 +109,67 @@ def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str
     if [group.get("param_names") for group in groups] == [group.get("param_names") for group in current]:
         return state_dict
     prefix = loaded_prefix(groups, current)
-    theirs = [(i, unwrapped(name, prefix)) for i, group in enumerate(groups) for name in names_in(group)]
-    ours = [(i, name) for i, group in enumerate(current) for name in names_in(group)]
-    keys, sizes = [key for group in groups for key in group["params"]], [len(group["params"]) for group in groups]
-    fits = sizes == [len(group["params"]) for group in current] and len(set(theirs)) == len(ours) == len(keys)
-    if theirs == ours or not fits or any(isinstance(key, str) for key in keys):
-        return state_dict  # torch refuses other sizes
-    names, own = ([name for _, name in each] for each in (theirs, ours))
-    if set(theirs) == set(ours):  # groups may hold models with equal names
-        loaded: dict[Any, Any] = dict(zip(theirs, keys, strict=True))
-        ordered = [loaded[each] for each in ours]
-    elif set(names) == set(own) and len(set(own)) == len(own):
-        loaded = dict(zip(names, keys, strict=True))
-        ordered = [loaded[name] for name in own]
-    else:
-        pairs = [f"{name!r} for {mine!r}" for name, mine in zip(names, own, strict=True) if name != mine]
+    theirs = [[unwrapped(name, prefix) for name in names_in(group)] for group in groups]
+    ours = [names_in(group) for group in current]
+    keys = [key for group in groups for key in group["params"]]
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, current))
+    named = [*map(len, theirs), *map(len, ours)] == [*sizes, *own_sizes]
+    if not named or any(isinstance(key, str) for key in keys):
+        return state_dict
+    names, own = (list(itertools.chain.from_iterable(each)) for each in (theirs, ours))
+    if len(set(own)) == len(own) == len(names) and set(own) == set(names):
+        return _by_name(state_dict, theirs, current)
+    if sizes != own_sizes:
+        return state_dict  # torch refuses it
+    # Groups may hold models with equal names, each in the same place.
+    if all(len(set(mine)) == len(mine) and set(mine) == set(other) for mine, other in zip(ours, theirs, strict=True)):
+        pairs = zip(groups, theirs, ours, strict=True)
+        return {**state_dict, "param_groups": [_ordered(group, names, mine) for group, names, mine in pairs]}
+    differing = [f"{name!r} for {mine!r}" for name, mine in zip(names, own, strict=True) if name != mine]
+    if differing:
         warnings.warn(
             f"state_dict has other parameter names than the model, so its state is loaded by position: "
-            f"{', '.join(pairs[:3])}{', ...' * (len(pairs) > 3)}",
+            f"{', '.join(differing[:3])}{', ...' * (len(differing) > 3)}",
             stacklevel=3,
         )
-        return state_dict
-    rest = iter(ordered)
-    moved = [{**group, "params": list(islice(rest, size))} for group, size in zip(groups, sizes, strict=True)]
-    return {**state_dict, "param_groups": moved}
+    return state_dict
+
+
+def _ordered(group: Group, names: list[str], own: list[str]) -> Group:
+    """Return a saved group with its parameters in the order of the model's names."""
+    keys = dict(zip(names, group["params"], strict=True))
+    return {**group, "params": [keys[name] for name in own]}
+
+
+def _by_name(state_dict: dict[str, Any], names: list[list[str]], current: list[Group]) -> dict[str, Any]:
+    """Return a checkpoint with the groups of the model, given the names in each saved group, which are the model's."""
+    groups = state_dict["param_groups"]
+    saved = {
+        name: (i, key) for i, group in enumerate(groups) for name, key in zip(names[i], group["params"], strict=True)
+    }
+    empty = iter([group for group in groups if not group["params"]])
+    ours: list[Group] = []
+    for index, group in enumerate(current):
+        mine = names_in(group)
+        numbers = dict.fromkeys(saved[name][0] for name in mine)
+        sources = [groups[i] for i in numbers] if mine else list(itertools.islice(empty, 1))
+        whole = sum(len(names[i]) for i in numbers) == len(mine)
+        if sources and whole and all(_options(each) == _options(sources[0]) for each in sources):
+            found = sources[0]
+        else:
+            found = {**group, COUNT: max([group[COUNT], *(each.get(COUNT, 0) for each in sources)])}
+            if any(_options({**group, **each}) != _options(group) for each in sources):
+                warnings.warn(
+                    f"the parameters of param_groups[{index}] ({shortened(mine)}) were saved in other groups, with "
+                    "other options: each gets its state, and the options of the group stay as they are",
+                    stacklevel=4,
+                )
+        ours.append({**found, "params": [saved[name][1] for name in mine], "param_names": mine})
+    return {**state_dict, "param_groups": ours}
+
+
+def _options(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in NO_OPTIONS}
 
 
 class OpaqueState:

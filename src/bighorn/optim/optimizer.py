@@ -103,6 +103,8 @@ class KernelOptimizer(Reports):
     """The parameters in the flat tensors of each group; None for a group of parameters."""
     _given: list[GivenParams]
     """The parameters of each group when it was added, to notice that a framework has replaced them."""
+    _name_of: dict[int, str]
+    """The names of these parameters, by their `id`."""
     _firsts: list[int]
     """The first parameter of each group at the last step, by its `id`."""
     _groups: list[Group]
@@ -139,7 +141,7 @@ class KernelOptimizer(Reports):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
         params = param_groups.in_lists(listed(params))
         self._settings = Settings.of(arguments, params)
-        self._scheduled, self._flat, self._given, self._firsts = [], [], [], []
+        self._scheduled, self._flat, self._given, self._firsts, self._name_of = [], [], [], [], {}
         self._is_share = partial
         self._forget()
         if not params:
@@ -207,6 +209,7 @@ class KernelOptimizer(Reports):
         self._scheduled.append(scheduled)
         self._flat.append(flat)
         self._given.append(list(group["params"]))
+        self._name_of |= param_groups.names_by_id(group)
         self._groups = self.param_groups
         self._firsts = self._first_ids()
         self._forget_plans()
@@ -506,6 +509,8 @@ class KernelOptimizer(Reports):
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
                 if plan is None:
+                    if param_groups.follow_names(groups, self._name_of):
+                        self._forget_plans()
                     mine, plan, states = self._new_plan(mine, indices or self._indices())
                     built.append((mine, plan, states))
                 elif plan.options_version != self._guard.version:
@@ -643,6 +648,7 @@ class KernelOptimizer(Reports):
         self._groups = self.param_groups
         if "_given" not in mine:  # a copy
             self._given, self._firsts = [list(group["params"]) for group in self.param_groups], self._first_ids()
+            self._name_of = {i: name for group in groups for i, name in param_groups.names_by_id(group).items()}
         for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
             for name, option in scheduled.items():
                 option.written = option.left = group[name]

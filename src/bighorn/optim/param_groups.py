@@ -96,6 +96,21 @@ def names_in(group: Group) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, (list, tuple)) else []
 
 
+def names_by_id(group: Group) -> dict[int, str]:
+    """The names of the parameters of a group, by their `id`; none if they have no names."""
+    return dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+
+
+def follow_names(groups: list[Group], name_of: dict[int, str]) -> bool:
+    """Move the names in groups whose parameters a program has put in another order; return whether there are any."""
+    moved = False
+    for group in groups:
+        names = [name_of.get(id(param), "") for param in group["params"]]
+        if "param_names" in group and names != group["param_names"] and {*names} == {*group["param_names"]}:
+            group["param_names"], moved = names, True
+    return moved
+
+
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
     """The prefix that wrappers add to the names in a checkpoint and not to the current names."""
     loaded, own = ([name for group in each for name in names_in(group)] for each in (groups, current))

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec
 from bighorn.optim.param_groups import COUNT
-from tests.support.cases import CASES, Case, Kind, set_gradients
+from tests.support.cases import CASES, TORCH, Case, Kind, set_gradients
 from tests.support.covering_cases import covering_states
 from tests.support.optimizer_runs import (
     CASE,
@@ -268,6 +268,8 @@ def test_distributed_checkpoint_continues_bitwise(how: tuple[str, bool, bool], k
 
     dcp: Any = checkpoint
     way, flatten, every = how
+    if way == "torch.save" and not every and TORCH < (2, 9):
+        pytest.skip("before torch 2.9, set_optimizer_state_dict needs state of every parameter")
     net, other = model(), model()
     options: dict[str, Any] = {"weight_decay": 0.1, "max_grad_norm": 1.0, **OWN[kind]}
     optimizer, fresh = (kind(each.named_parameters(), lr=lr, **options) for each, lr in ((net, 0.1), (other, 0.5)))

@@ -44,6 +44,7 @@ def twins(name: str, **options: Any) -> Twins:
     return Twins(MAKERS[name], sharded, bucket_mb=0.005, copies=SlowCopies(seed=dist.get_rank()), **options)
 
 
+@pytest.mark.fsdp
 @for_every("name", ["lamb", "clip", "came"])
 @ranks(2)
 def test_cpu_offload_policy(name: str) -> None:

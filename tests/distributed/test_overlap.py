@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -216,6 +216,34 @@ def test_a_parameter_that_is_not_the_models_is_unscaled_too(make: Callable[..., 
         assert torch.equal(other, alone)
 
 
+class Foreign(SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class WaitsTwice(Foreign):
+    """Wait for all gradients, as for their norm, then for each part again, and subtract the gradients."""
+
+    @torch.no_grad()
+    def step_in_parts(self, parts: list[list[Tensor]], wait: Callable[[int], None]) -> None:
+        for i in range(len(parts)):
+            wait(i)
+        for i, part in enumerate(parts):
+            wait(i)
+            for p in part:
+                p.sub_(cast(Tensor, p.grad))
+
+
+def test_a_part_that_is_waited_for_twice_is_unscaled_once() -> None:
+    module, alone = network(torch.float32), network(torch.float32)
+    overlap, _, send = scaled(module, lambda module: WaitsTwice(module.parameters()))
+    send()
+    overlap.step()
+    backward(loss(alone, batch(0).float()))
+    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        assert ours.equal(theirs - cast(Tensor, theirs.grad))
+
+
 class Mixed(nn.Module):
     """A module of two dtypes, which has two buckets in the first step of a static graph."""
 
@@ -244,11 +272,6 @@ def test_the_first_step_of_a_static_graph_has_a_verdict(factor: float) -> None:
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
-
-
-class Foreign(SGD):
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure)
 
 
 class InParts(Foreign):

@@ -165,6 +165,7 @@ def test_collectives(layout: str, came: int, numbers: int) -> None:
             assert cost(optimizer) == (count, 8 * sums * copies + clip), (kind, options, copies, cost(optimizer))
 
 
+@pytest.mark.fsdp
 @for_every("layout", ["columns", "both-dims", "fsdp-and-tp"])
 @ranks(world_of)
 def test_collectives_of_backends(layout: str) -> None:
@@ -192,6 +193,7 @@ def test_process_group() -> None:
             assert_close(p, q, run.tolerance, name)
 
 
+@pytest.mark.fsdp
 @for_every(("kind", "backend"), itertools.product(KINDS, BACKENDS))
 @ranks(2)
 def test_changing_storage(kind: Kind, backend: str) -> None:
@@ -281,6 +283,7 @@ CHECKPOINTED = {
 }
 
 
+@pytest.mark.fsdp
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_checkpoints(name: str, tmp_path: Path) -> None:
     """Two ranks save, also in the background, and any number of ranks loads with the same result."""

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
 
 import readme_links
 
+from tests.support.processes import assert_ended_well, outcomes
 from tests.support.tables import for_every
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,11 @@ def test_the_python_of_a_page_runs(page: Path, program: str, tmp_path: Path, mon
         if absent:
             pytest.skip(f"{', '.join(absent)} not installed: make integrations")
         warnings.simplefilter("ignore")  # the trainers' own warnings
+    if "init_process_group" in program:
+        # gloo's group may wait for its own thread for ever when it is freed (torch 2.7), beyond the limit of a test.
+        as_module = f"exec(compile({program!r}, {str(page)!r}, 'exec'), {{'__name__': {page.stem!r}}})"
+        assert_ended_well(outcomes(as_module, [()], folder=tmp_path))
+        return
     monkeypatch.chdir(tmp_path)
     exec(compile(program, str(page), "exec"), {"__name__": page.stem})
 

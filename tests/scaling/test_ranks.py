@@ -36,6 +36,7 @@ def same_on_all_ranks(value: object) -> bool:
     return bool(values[0] == values[1])
 
 
+@pytest.mark.fsdp
 @pytest.mark.filterwarnings("ignore")  # FSDP2's, which do not concern overflows
 @for_every("mode", ["Lamb", "Lamb-clip", "AdamW", "AdamW-clip", "fused", "Lamb-fsdp2", "AdamW-fsdp2", "fused-fsdp2"])
 @ranks(2)

@@ -189,6 +189,7 @@ def set_gradients(parameters: Sequence[Parameter], gradients: Sequence[Tensor | 
 
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 REFUSES_GRAD_DTYPES = f"torch {torch.__version__} refuses gradients of another dtype than their parameter's"
 needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason=REFUSES_GRAD_DTYPES)
 """Skips a test before torch 2.10."""

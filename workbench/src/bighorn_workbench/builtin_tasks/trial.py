@@ -120,7 +120,7 @@ class Trial:
 
     def _check_switches(self, what: str, gradients: bool = True) -> None:
         """Raise an error if a call has changed torch's global switches, on which all later calls depend."""
-        device = torch.get_default_device()
+        device = torch.empty(0).device  # get_default_device() fails after set_default_device(None) before torch 2.9
         if device.type not in ("cpu", self.device.type):
             raise InputError(
                 f"{self.place}: {what} leaves torch's default device at {device}, but --device is {self.device}. Set "

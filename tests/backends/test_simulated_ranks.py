@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from bighorn import kernels
 from bighorn.kernels import codec
+from bighorn.kernels.foreach import lists
 from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
 from tests.support.buckets import (
     LAYOUTS,
@@ -41,11 +43,17 @@ EACH_BUT_C = pytest.mark.parametrize("backend", [BACKENDS[0], BACKENDS[2]])
 
 
 def check(
-    backend: str, algorithm: str, cuts: list[Cuts], *shapes: Shape, divide: Divide = boxes, **options: Any
+    backend: str,
+    algorithm: str,
+    cuts: list[Cuts],
+    *shapes: Shape,
+    divide: Divide = boxes,
+    groups: int = 1,
+    **options: Any,
 ) -> None:
     """Check that a step on ranks equals the reference's unsharded step.
 
-    Compiled kernels exchange the same sums as the reference; foreach exchanges whole vectors.
+    Compiled kernels exchange the same sums as the reference; foreach exchanges whole vectors of each group.
     """
     whole = bucket(algorithm, *shapes, **options)
     ranks, theirs = on_ranks(whole, cuts, divide), on_ranks(whole, cuts, divide)
@@ -54,7 +62,7 @@ def check(
     expected = together(theirs, reference, 0.5)
     if backend == "foreach":
         unfactored = 2 if options.get("cautious") else 1
-        assert len(exchanged) == (3 if getattr(whole.options, "factor", None) else unfactored)
+        assert len(exchanged) == groups * (3 if getattr(whole.options, "factor", None) else unfactored)
     else:
         assert exchanged == expected
     stepped(reference, whole, 0.5)
@@ -98,6 +106,15 @@ def test_lamb_on_ranks_equals_the_unsharded_step(options: dict[str, Any], backen
 def test_parts_of_rows_equal_the_unsharded_step(algorithm: str, ends: list[int]) -> None:
     """Flat tensors of ZeRO and of Megatron's distributed optimizer are cut inside rows."""
     check("foreach", algorithm, [{0: ends}] * 2, (31, 29), (29, 31), divide=parts_of_rows)
+
+
+@for_every("algorithm", ("lamb", "came"))
+@for_every(("divide", "ends"), [(boxes, (9, 1, 9)), (parts_of_rows, (95, 5, 95))])
+def test_all_ranks_cut_groups_alike(algorithm: str, divide: Divide, ends: tuple[int, ...]) -> None:
+    """Two whole tensors are beyond the bound; by its own elements, one rank would step all three together."""
+    cuts: list[Cuts] = [{0: [end]} for end in ends]
+    with mock.patch.object(lists, "CACHED_BYTES", 300):
+        check("foreach", algorithm, cuts, *[(10, 10)] * 3, divide=divide, groups=3)
 
 
 @ON_CPU

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bighorn import Came, Lamb, groups
 from bighorn.names import common_prefix, unwrapped
 from tests.support.cases import Kind
+from tests.support.optimizer_runs import assert_bitwise
 from tests.support.processes import group_of_one
 from tests.support.tables import for_every
 
@@ -375,6 +376,20 @@ def test_groups_of_models_with_equal_names_are_loaded_group_by_group(kind: Kind)
     order = [saved.state[param]["exp_avg"] for group in saved.param_groups for param in group["params"]]
     found = [loaded.state[param]["exp_avg"] for group in loaded.param_groups for param in group["params"]]
     assert all(ours.equal(order[i]) for ours, i in zip(found, (1, 0, 2, 3), strict=True))
+
+
+def test_models_with_equal_names_in_other_places_are_loaded_by_position(kind: Kind) -> None:
+    """A name in two groups does not tell which of them is meant; the state of one model would go to both."""
+    saved, loaded = (kind([{"params": named(name)} for name in names], lr=0.1) for names in ("wwbb", "bbww"))
+    for i, group in enumerate(saved.param_groups):
+        group["params"][0].grad = torch.linspace(-1, i + 1, 12).view(3, 4)
+    saved.step()
+    with pytest.warns(UserWarning, match=r"by position: 'w' for 'b'"):
+        loaded.load_state_dict(saved.state_dict())
+    theirs, ours = (
+        [each.state[group["params"][0]]["exp_avg"] for group in each.param_groups] for each in (saved, loaded)
+    )
+    assert_bitwise(ours, theirs)
 
 
 def test_other_names_stay_and_are_told(kind: Kind) -> None:

@@ -237,11 +237,11 @@ def test_steps_of_some_groups(kind: Kind) -> None:
             ours.step()
         ours.param_groups = everything
         theirs.step()
+        assert list(ours.telemetry().as_dict().items()) == list(theirs.telemetry().as_dict().items())
         if step == 1:
             ours.load_state_dict(ours.state_dict())
     assert all(param.equal(twin) for param, twin in zip(parameters, twins, strict=True))
     assert ours.telemetry().names == ("a", "b", "c")
-    assert ours.telemetry().lr.tolist() == theirs.telemetry().lr.tolist()
     ours.param_groups = [dict(everything[0])]
     with pytest.raises(ValueError, match="1 groups, where 3 were added"):
         ours.step()

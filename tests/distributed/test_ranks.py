@@ -38,8 +38,9 @@ def ends(how: str) -> None:
 def test_a_failure_names_the_rank_and_the_next_test_has_other_processes(
     how: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    meet(4)  # so that the processes have begun
     if how == "waits":
-        monkeypatch.setattr(support, "LIMIT", 2)
+        monkeypatch.setattr(support, "LIMIT", 5)
     with pytest.raises(pytest.fail.Exception, match=text):
         ends(how)
     monkeypatch.undo()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bighorn import Came, Lamb
 from tests.support.cases import Optimizer
+from tests.support.processes import LIMIT
 from tests.support.ranks import ranks
 from tests.support.sharded_runs import assert_close
 from tests.support.trainer_model import EXCLUDED, Net, assert_same, by_hand
@@ -273,7 +274,7 @@ def test_a_universal_checkpoint_of_other_ranks(tmp_path: Path) -> None:
     workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=200, env=environment)
+    subprocess.run([*script, *folders, *workers], check=True, capture_output=True, timeout=LIMIT, env=environment)
     continues_from_a_universal_checkpoint(tmp_path)
 
 

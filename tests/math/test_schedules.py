@@ -36,6 +36,7 @@ from bighorn.schedules import (
     scaled_lr,
     values,
 )
+from tests.support.processes import LIMIT
 from tests.support.tables import for_every
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ package.__path__ = [{bighorn.__path__[0]!r}]
 from bighorn.schedules import Values
 assert Values.of([1.0])(0) == 1.0 and "torch" not in sys.modules and "numpy" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------

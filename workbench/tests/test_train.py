@@ -1,11 +1,13 @@
 """The output, the files and the errors of ``bighorn train``."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -419,6 +421,7 @@ def test_kernels_without_the_c_library_are_said_in_a_line(invoke: Invoke, monkey
 
 
 def test_a_long_run_begins_with_an_estimate(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bighorn_workbench.run.time", SimpleNamespace(perf_counter=itertools.count(step=0.25).__next__))
     assert "This takes" not in invoke("train", "--steps", "8").output
     monkeypatch.setattr(display, "LONG", 0.0)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))

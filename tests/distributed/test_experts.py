@@ -85,7 +85,7 @@ def test_one_process_with_all_experts_takes_the_same_steps(kind: Kind, option: d
 
 @ranks(2, 4)
 def test_without_a_process_group_they_are_refused(kind: Kind) -> None:
-    """Nobody else can tell experts from copies."""
+    """Experts and copies look alike."""
     for option in ({"max_grad_norm": 0.5}, {"skip_nonfinite": True}):
         params = [Parameter(place(name, values(name, 0))) for name in ("dense", "expert 0")]
         with pytest.raises(ValueError, match=r"ranks \[0.*grad_norm_group=torch.distributed.group.WORLD"):

@@ -239,7 +239,7 @@ class KernelOptimizer(Reports):
                 checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
-            self._step(None)
+            self._lock.run(self._take_step, self._after_fork, waits=False)
         except BaseException:
             # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -275,7 +275,8 @@ class KernelOptimizer(Reports):
         """
         if any(self._flat):
             raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
-        self._step(parts, wait, stepped, square_sum)
+        step = partial(self._take_step, parts, wait, stepped, square_sum)
+        self._lock.run(step, self._after_fork, waits=False)
 
     @eager
     @torch.no_grad()
@@ -344,13 +345,9 @@ class KernelOptimizer(Reports):
             return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
 
-    def _step(self, *parts_and_calls: Any) -> None:
-        """Take one step, as `_take_step`, unless another thread is in one: counts of one of them would be lost."""
-        self._lock.run(partial(self._take_step, *parts_and_calls), self._after_fork, waits=False)
-
     def _take_step(
         self,
-        parts: list[list[Tensor]] | None,
+        parts: list[list[Tensor]] | None = None,
         wait: PartCall = lambda _: None,
         stepped: PartCall | None = None,
         known: Callable[[], Tensor] | None = None,
@@ -369,8 +366,11 @@ class KernelOptimizer(Reports):
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
-        earlier = [] if begun is None else begun.earlier_plans()
-        fresh = fresh or (begun is not None and bool(begun.fresh))
+        earlier: list[StepPlan] = []
+        moves = False
+        if begun is not None:
+            earlier, fresh = begun.earlier_plans(), fresh or bool(begun.fresh)
+            moves = begun.moves is not None and bool(begun.moves)
         try:
             scale: Tensor | float = 1.0
             mask = None
@@ -383,7 +383,6 @@ class KernelOptimizer(Reports):
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            moves = begun is not None and begun.moves is not None and bool(begun.moves)
             initialises = fresh and only_initialises(params, [*earlier, *plans], moves)
             if initialises and begun is not None:
                 begun.reset(self.state)
@@ -438,7 +437,7 @@ class KernelOptimizer(Reports):
         self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
         self._forget_plans()
 
-    def _present(self) -> Sequence[int]:
+    def _some_groups(self) -> Sequence[int]:
         """Return the indices of the groups that a framework has left in `param_groups`, which are all of most."""
         if self.param_groups is self._groups:
             return range(len(self._groups))
@@ -457,8 +456,9 @@ class KernelOptimizer(Reports):
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
         self._notice_replaced()
-        groups = self._groups
-        scheduled = [self._scheduled[index] for index in self._present()]
+        groups, scheduled = self._groups, self._scheduled
+        if self.param_groups is not groups:
+            scheduled = [scheduled[index] for index in self._some_groups()]
         attach_all(groups, self._scheduled, self.defaults, self.algorithm)
         schedule = ScheduleStep(self.param_groups, scheduled)
         try:
@@ -502,9 +502,9 @@ class KernelOptimizer(Reports):
             self._plans.begin_parts(self._params(self.param_groups))
         try:
             if self._presence is not None and indices is None:  # all gradients are there
-                self._presence.check(groups, self._present())
+                self._presence.check(groups, self._some_groups())
             if any(self._flat):
-                flat_tensors.check_grads(groups, self._flat, self._present())
+                flat_tensors.check_grads(groups, self._flat, self._some_groups())
             divided = StepParams.of(params, self.state).divided(parts)
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)

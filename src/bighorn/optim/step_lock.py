@@ -9,6 +9,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_forks = 0
+"""How often this process and its parents were forked."""
+
+
+def _after_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 class StepLock:
     """A lock that no interrupt, error or fork leaves held.
@@ -24,12 +36,12 @@ class StepLock:
         self._renew()
 
     def _renew(self) -> None:
-        self._lock, self._owner, self._process = threading.Lock(), None, os.getpid()
+        self._lock, self._owner, self._of = threading.Lock(), None, _forks
 
     @property
     def held(self) -> bool:
         """Whether a step is running, in any thread of this process."""
-        return self._process == os.getpid() and self._lock.locked()
+        return self._of == _forks and self._lock.locked()
 
     def run(self, step: Callable[[], T], on_fork: Callable[[], None], *, waits: bool) -> T:
         """Return what a step returns; a step inside a step of the same thread is a part of it.
@@ -42,16 +54,17 @@ class StepLock:
         Raises:
             RuntimeError: Another thread is in a step, and `waits` is False.
         """
-        if self._process != os.getpid():
+        if self._of != _forks:
             self._renew()
             on_fork()
-        me, locked = threading.get_ident(), self._lock.locked()
-        if locked and self._owner == me:
-            return step()
-        if locked and not waits:
-            raise RuntimeError(
-                "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
-            )
+        me = threading.get_ident()
+        if self._lock.locked():
+            if self._owner == me:
+                return step()
+            if not waits:
+                raise RuntimeError(
+                    "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
+                )
         with self._lock:  # and no `try`, before whose first line an interrupt would leave the lock held
             self._owner = me
             return step()

@@ -73,6 +73,28 @@ def test_every_rank_raises(kind: Kind, way: str, without: tuple[str, ...], steps
         assert int(optimizer.state[bag.get_parameter("second")]["step"]) == 2 + steps_before
 
 
+@ranks(2)
+def test_parameters_may_leave_a_group_and_change_places(kind: Kind) -> None:
+    bag = sharded(2)
+    optimizer = kind(bag.named_parameters(), lr=0.1)
+    set_gradients(bag)
+    optimizer.step()
+    (group,) = optimizer.param_groups
+    for key in ("params", "param_names"):
+        group[key][1:] = group[key][:0:-1]
+        group[key].pop()
+    set_gradients(bag)
+    optimizer.step()
+    assert {name: int(optimizer.state[p]["step"]) for name, p in bag.named_parameters()} == {
+        "first": 2,
+        "second": 1,
+        "bias": 2,
+    }
+    set_gradients(bag, ("bias",) if dist.get_rank() == 0 else ())
+    with pytest.raises(ValueError, match="rank 0 has bias without a gradient, rank 1 has bias with a gradient"):
+        optimizer.step()
+
+
 @ranks(4)
 def test_ranks_of_both_mesh_dims_raise(kind: Kind) -> None:
     bag = sharded(2, 2)

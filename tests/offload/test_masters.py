@@ -83,6 +83,24 @@ def test_checkpoints(kind: Kind, model_first: bool) -> None:
     assert_bitwise(list(nets[1].parameters()), list(whole.parameters()))
 
 
+def test_masters_follow_the_names(kind: Kind) -> None:
+    """They once were loaded by position: other sizes were an error, and equal ones lost their low bits."""
+    nets = network().bfloat16(), network().bfloat16()
+    optimizers = []
+    for net, turns in zip(nets, (False, True), strict=True):
+        named = [*net.named_parameters()]
+        optimizers.append(offloaded(net, kind(named[::-1] if turns else named, lr=0.1), masters=True))
+    train(nets[0], optimizers[0], range(3))
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    masters = [[state["master"] for _, state in sorted(each.state_dict()["state"].items())] for each in optimizers]
+    assert_bitwise(masters[0], masters[1][::-1])
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer, range(3, 6))
+    assert_bitwise(list(nets[1].parameters()), list(nets[0].parameters()))
+    assert not any("loaded_master" in state for state in optimizers[1].optimizer.state.values())
+
+
 def test_weights_of_other_dtypes_need_none() -> None:
     twins = Twins(lambda net: torch.optim.SGD(net.parameters(), lr=0.1), masters=True)
     twins.train(range(3))

@@ -198,7 +198,8 @@ def load_with_masters(optimizer: Optimizer, state_dict: dict[str, Any], params: 
 
     If it has no masters, they start as the weights that are loaded into the model.
     """
-    if all(param.master is None for param in params) or "state" not in state_dict:
+    states = state_dict.get("state") if isinstance(state_dict, dict) else None
+    if all(param.master is None for param in params) or not isinstance(states, dict):
         optimizer.load_state_dict(state_dict)
         return
     # The optimizer may load by name, so that a master comes with its parameter's state, under a name that it keeps.
@@ -206,7 +207,7 @@ def load_with_masters(optimizer: Optimizer, state_dict: dict[str, Any], params: 
         number: {LOADED if name == MASTER else name: value for name, value in each.items()}
         if isinstance(each, dict)
         else each
-        for number, each in state_dict["state"].items()
+        for number, each in states.items()
     }
     optimizer.load_state_dict({**state_dict, "state": state})
     for param in params:

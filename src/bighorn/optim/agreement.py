@@ -6,12 +6,11 @@ without an error, and ranks with different gradients would wait for each other f
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import RankSums, ReduceGroup, ShardedDims, described_option
 from bighorn.optim.algorithm import Group
-from bighorn.optim.entries import Indices
 from bighorn.optim.entry import Entry
 from bighorn.optim.settings import Settings
 
@@ -50,36 +49,39 @@ def check_agreement(entries: list[Entry], groups: list[Group], options: Iterable
 
 
 class Presence:
-    """The places of sharded parameters, to compare at each step which of them have gradients.
+    """The names of sharded parameters, to compare at each step which of them have gradients.
 
     Args:
         entries: Every parameter, in the order in which a step visits them.
-        indices: The group and parameter index of each.
     """
 
-    def __init__(self, entries: list[Entry], indices: Indices) -> None:
-        self._places = {
-            ranks: [(*indices[id(entry.param)], entry.label) for entry in mine]
-            for ranks, mine in by_ranks(entries).items()
-        }
+    def __init__(self, entries: list[Entry]) -> None:
+        self._labels: dict[RankSums, dict[int, list[str]]] = {}
+        for ranks, mine in by_ranks(entries).items():
+            labels = self._labels[ranks] = {}
+            for entry in mine:  # a flat tensor has several
+                labels.setdefault(id(entry.param), []).append(entry.label)
         self._first = True
 
-    def check(self, groups: list[Group], present: Container[int]) -> None:
+    def check(self, groups: list[Group]) -> None:
         """Compare the gradients of the ranks of each mesh, with one collective.
 
         Ranks whose sums are on devices compare them at the first step alone, since the host waits for the devices.
 
         Args:
-            groups: The groups of the parameters.
-            present: The indices of the groups that take the step.
+            groups: The groups that take the step.
 
         Raises:
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
-        for ranks, places in self._places.items():
+        params = [param for group in groups for param in group["params"]]
+        for ranks, labels in self._labels.items():
             if self._first or ranks.device_type == "cpu":
-                there = [(label, groups[i]["params"][j].grad is not None) for i, j, label in places if i in present]
-                lines = [f"{label} with{'' if has_grad else 'out'} a gradient" for label, has_grad in there]
+                lines = [
+                    f"{label} with{'out' if param.grad is None else ''} a gradient"
+                    for param in params
+                    for label in labels.get(id(param), ())
+                ]
                 ranks.check_same(lines, GIVE_GRADIENTS)
         self._first = False
 

@@ -471,7 +471,7 @@ class KernelOptimizer(Reports):
                 if any(self._flat) or sharding.any_distributed(self._params(groups)):
                     entries = list(self._entries(groups))
                     check_agreement(entries, groups, self.algorithm.options, self._settings)
-                    self._presence = Presence(entries, self._indices())
+                    self._presence = Presence(entries)
                 self._agreed = True
         except BaseException:
             schedule.undo()
@@ -499,18 +499,17 @@ class KernelOptimizer(Reports):
         schedule = schedule or self._begin()
         groups = self._groups
         if not begun and (parts is not None or indices is not None):
-            self._plans.begin_parts(self._params(self.param_groups))
+            self._follow_names(self._plans.begin_parts(self._params(self.param_groups)))
         try:
             if self._presence is not None and indices is None:  # all gradients are there
-                self._presence.check(groups, self._some_groups())
+                self._presence.check(self.param_groups)
             if any(self._flat):
                 flat_tensors.check_grads(groups, self._flat, self._some_groups())
             divided = StepParams.of(params, self.state).divided(parts)
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
                 if plan is None:
-                    if param_groups.follow_names(groups, self._name_of):
-                        self._forget_plans()
+                    self._follow_names(parts is None and indices is None)
                     mine, plan, states = self._new_plan(mine, indices or self._indices())
                     built.append((mine, plan, states))
                 elif plan.options_version != self._guard.version:
@@ -530,6 +529,11 @@ class KernelOptimizer(Reports):
             parts_of_a_step = max(len(divided), len(indices or ()), len(groups) - len(self.param_groups) + 1)
             self._plans.keep(plan, mine, groups, self.state, parts=parts_of_a_step)
         return schedule, plans, fresh
+
+    def _follow_names(self, changed: bool) -> None:
+        """Let names follow parameters that a program may have put in another order."""
+        if changed and param_groups.follow_names(self._groups, self._name_of):
+            self._forget_plans()
 
     def _at_rest(self) -> bool:
         """Whether all learning rates are 0."""

@@ -16,9 +16,10 @@ from torch.nn import Parameter
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels import codec, rounding
 from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.rounding import LOW, Rounding
+from bighorn.kernels.rounding import AUX_STATE, LOW, Rounding
 from bighorn.optim.state import StateTensorSpec
 from tests.support.cases import Kind
+from tests.support.optimizer_runs import assert_same_everything
 from tests.support.tables import for_every
 
 
@@ -294,3 +295,39 @@ def test_blocks_of_a_column_whose_one_element_dim_has_any_stride(backend: str) -
         return found
 
     torch.testing.assert_close(scales(backend), scales("reference"))
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan", "kahan8", "master"])
+@pytest.mark.parametrize("casts_later", [False, True])
+def test_weights_of_32_bits_are_left_as_they_are(way: Rounding, casts_later: bool, kind: Kind, backend: str) -> None:
+    """LoRA has float32 weights beside bfloat16 ones, and trainers cast a model after they have made the optimizer."""
+
+    def trained(*names: str, **options: Any) -> tuple[dict[str, Parameter], Any]:
+        params = {name: Parameter(torch.linspace(-1, 1, 1200).view(40, 30)) for name in names}
+
+        def cast() -> None:
+            if "half" in params:
+                params["half"].data = params["half"].data.bfloat16()
+
+        if not casts_later:
+            cast()
+        optimizer = kind([*params.items()], lr=1e-3, backend=backend, **options)
+        cast()
+        for step in range(3):
+            for param in params.values():
+                param.grad = torch.linspace(-1, step + 1, 1200).view(40, 30).to(param.dtype)
+            optimizer.step()
+        return params, optimizer
+
+    (plain, nearest), (alone, rounded) = trained("full"), trained("half", weight_rounding=way)
+    params, optimizer = trained("full", "half", weight_rounding=way)
+    full, half = params["full"], params["half"]
+    assert_same_everything([full], optimizer, [plain["full"]], nearest)
+    assert_same_everything([half], optimizer, [alone["half"]], rounded)
+    assert set(AUX_STATE[way]) <= set(optimizer.state[half])
+    lines = optimizer.explain().splitlines()
+    assert sum(f"weight_rounding={way!r}" in line for line in lines) == 1
+    assert sum("no weight_rounding needed" in line for line in lines) == 1
+    again = kind([("full", full), ("half", half)], lr=1e-3, backend=backend, weight_rounding=way)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state[full].keys() == optimizer.state[full].keys()

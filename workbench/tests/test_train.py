@@ -371,7 +371,6 @@ def test_state_dtype_and_options_reach_the_optimizer(invoke: Invoke) -> None:
 @for_every(
     ("options", "message"),
     [
-        (["--optimizer-option", "weight_rounding=kahan"], 'weight_rounding="kahan" is for bfloat16 and float16'),
         (["--optimizer", "adamw", "--state-dtype", "bf16"], "--state-dtype bf16 is for lamb, came and lars"),
         (["--optimizer", "sgd", "--backend", "foreach"], "--backend foreach is for lamb, came and lars"),
         (["--backend", "triton"], 'backend="triton" cannot serve this tensor: it is on cpu, not on a GPU'),

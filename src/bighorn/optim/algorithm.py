@@ -48,6 +48,8 @@ class Variant(NamedTuple):
     """Whether moments are kept in blocks."""
     int4: bool
     """Whether the first one is kept in codes of 4 bits."""
+    rounds: bool
+    """Whether weights have 16 bits, on which alone `weight_rounding` acts."""
 
 
 class ParamTraits(NamedTuple):
@@ -116,7 +118,7 @@ class Algorithm(ABC, Generic[Options]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""
-        return unsupported_reason(param, group["state_dtype"], group["weight_rounding"])
+        return unsupported_reason(param, group["state_dtype"])
 
     def unsupported_flat_reason(self, group: Group) -> str | None:
         """The reason why the parameters in flat tensors cannot be optimized with a group's options, or None."""
@@ -140,6 +142,7 @@ class Algorithm(ABC, Generic[Options]):
             "blocks": variant.blocks,
             "int4": variant.int4,
             **{name: group[name] for name in self.passed_on},
+            **({} if variant.rounds else {"weight_rounding": "nearest"}),
         }
 
     def traits_of(self, group: Group, param: Tensor) -> ParamTraits:

@@ -159,7 +159,7 @@ class Came(KernelOptimizer):
             convolutions, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
             "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
-            float32 in the state. Default: "nearest".
+            float32 in the state. It leaves parameters of 32 and 64 bits as they are. Default: "nearest".
         rounding_seed: The seed of the random bits of "stochastic" and "int4", which otherwise depend only on the step,
             the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
         grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a

@@ -126,7 +126,7 @@ def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str
         pairs = zip(groups, theirs, ours, strict=True)
         return {**state_dict, "param_groups": [_ordered(group, names, mine) for group, names, mine in pairs]}
     differing = [f"{name!r} for {mine!r}" for name, mine in zip(names, own, strict=True) if name != mine]
-    if differing:
+    if differing and all(len(set(each)) == len(each) for each in theirs):  # other groups are refused
         warnings.warn(
             f"state_dict has other parameter names than the model, so its state is loaded by position: "
             f"{', '.join(differing[:3])}{', ...' * (len(differing) > 3)}",

@@ -8,15 +8,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from bighorn.arguments import shortened
 from bighorn.optim.param_groups import COUNT, VERSION
 
-_INCOMPLETE: WeakSet[Optimizer] = WeakSet()
-"""The optimizers with options that their `defaults` do not hold."""
+_INCOMPLETE: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+"""The optimizers with options that their `defaults` do not hold, the newest last."""
 
 
 def without_copied(unknown: Mapping[str, Any], group_only: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,17 +31,16 @@ def without_copied(unknown: Mapping[str, Any], group_only: Mapping[str, Any]) ->
 def remember(optimizer: Any, copied: bool) -> None:
     """Remember an optimizer whose `defaults` do not hold all of its options; warn if it is a copy that lost some."""
     mine = _not_in_defaults(optimizer)
-    for other in [*_INCOMPLETE] if copied else ():
-        lost = [name for name in _not_in_defaults(other) if name not in mine]
-        if lost and type(other) is type(optimizer) and _fixed(other) == _fixed(optimizer):
-            warnings.warn(
-                f"{shortened(lost, 9)} of the optimizer whose options were copied are lost, since its defaults do not "
-                "hold them: pass them again",
-                stacklevel=6,  # at the call of Lamb or Came, above two constructors and torch's two wrappers
-            )
-            break
+    alike = [each for each in _INCOMPLETE if type(each) is type(optimizer) and _fixed(each) == _fixed(optimizer)]
+    lost = [name for name in _not_in_defaults(alike[-1]) if name not in mine] if copied and alike else []
+    if lost:
+        warnings.warn(
+            f"{shortened(lost, 9)} of the optimizer whose options were copied are lost, since its defaults do not "
+            "hold them: pass them again",
+            stacklevel=6,  # at the call of Lamb or Came, above two constructors and torch's two wrappers
+        )
     if mine:
-        _INCOMPLETE.add(optimizer)
+        _INCOMPLETE[optimizer] = None
 
 
 def _not_in_defaults(optimizer: Any) -> list[str]:

@@ -13,6 +13,7 @@ from bighorn import kernels
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
 from bighorn.distributed.sharding import PLAIN
+from bighorn.kernels.rounding import LOW
 from bighorn.names import excludes
 from bighorn.optim.algorithm import Algorithm, Group, ParamTraits, Variant
 from bighorn.optim.entry import Entry
@@ -74,9 +75,10 @@ def entry_of(
         factored=traits.factored,
         blocks=traits.blocks,
         int4=traits.int4,
+        rounds=param.dtype in LOW,
     )
     # Blocks and random bits follow the logical order of elements.
-    in_order = variant.blocks or group["weight_rounding"] == "stochastic"
+    in_order = variant.blocks or (variant.rounds and group["weight_rounding"] == "stochastic")
     # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean. The matrix has the
     # last two dims if all dims before them are leading ones.
     of_last_two = traits.leading >= whole.dim() - 1
@@ -133,6 +135,7 @@ def _flat_entries(
             factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
             int4=False,
+            rounds=tensor.dtype in LOW,
         )
         yield Entry(
             tensor,

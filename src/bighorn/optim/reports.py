@@ -275,7 +275,14 @@ def _explained(
         view, index = entry.local(), entry.variant.group
         options = algorithm.kernel_options(groups[index], entry.variant)
         name, why = kernels.pick(backend, view, options, entry.row_shard)
-        kind = index, name, str(view.device), str(view.dtype), why, _slower(entry, view)
+        kind = (
+            index,
+            name,
+            str(view.device),
+            str(view.dtype),
+            why,
+            _rounded(entry, groups[index]) + _slower(entry, view),
+        )
         kinds.setdefault(kind, []).append(view)
     lines: dict[int, list[str]] = {}
     for (index, name, device, dtype, why, slower), tensors in kinds.items():
@@ -284,6 +291,13 @@ def _explained(
             f"{dtype.removeprefix('torch.')} on {device} ({why}){slower}"
         )
     return lines
+
+
+def _rounded(entry: Entry, group: Group) -> str:
+    """Return whether the group's `weight_rounding` acts on a parameter; empty if there is none."""
+    if group["weight_rounding"] == "nearest":
+        return ""
+    return f"; weight_rounding={group['weight_rounding']!r}" if entry.variant.rounds else "; no weight_rounding needed"
 
 
 def _slower(entry: Entry, view: Tensor) -> str:

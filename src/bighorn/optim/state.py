@@ -100,7 +100,7 @@ StateSpec = Mapping[str, StateTensorSpec]
 """A parameter's state tensors by name, besides `step`."""
 
 
-def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: str) -> str | None:
+def unsupported_reason(param: Tensor, state_dtype: str | None) -> str | None:
     """The reason why a parameter cannot be optimized with these dtypes, with the remedy, or None."""
     if not (param.dtype in REAL_DTYPES or param.is_complex()):
         return (
@@ -111,11 +111,6 @@ def unsupported_reason(param: Tensor, state_dtype: str | None, weight_rounding: 
         return (
             f'its dtype is {param.dtype}, and state_dtype="{state_dtype}" is for real parameters of 32 bits or less: '
             "give it a group with another state_dtype"
-        )
-    if weight_rounding != "nearest" and param.dtype not in rounding.LOW:
-        return (
-            f'its dtype is {param.dtype}, and weight_rounding="{weight_rounding}" is for bfloat16 and float16, which '
-            'lose steps that others keep: give it a group with weight_rounding="nearest"'
         )
     return None
 
@@ -161,8 +156,8 @@ def moments_spec(
 
 
 def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
-    """The specs of a parameter's aux state, with which storing the parameter loses nothing."""
-    dims, aux = all_dims(param), rounding.AUX_STATE[weight_rounding]
+    """The specs of a parameter's aux state, with which storing the parameter loses nothing; none in 32 or 64 bits."""
+    dims, aux = all_dims(param), rounding.AUX_STATE[weight_rounding if param.dtype in rounding.LOW else "nearest"]
     return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
 
 

@@ -309,13 +309,13 @@ class KernelOptimizer(Reports):
             self._alone = tuple(dict.fromkeys([*self._alone, ranks]))
         schedule, [plan], fresh = self._prepare([param], None, None if begun is None else begun.schedule, indices)
         self._begun = begun = begun or BegunStep(schedule, indices, handed_in=group is not None)
-        begun.add(param, plan, fresh, self._at_rest())
         plan.read_grads()
         for launch in plan.kernels:
             launch.centre()
             launch.kernel.step()
         plan.step_shards(1.0, None)
         plan.release()
+        begun.add(param, plan, fresh, self._at_rest())
         param.grad = None
 
     def step_parameter(self, parameter: Tensor, group: dict[str, Any], i: int | None = None) -> None:

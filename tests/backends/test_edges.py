@@ -34,6 +34,7 @@ OPTIONS: list[tuple[Kind, dict[str, Any]]] = [
     (Came, {}),
     (Came, {"decay_rate": 0.8, "bias_correction": True}),
     (Came, {"scale_parameter": True}),
+    (Came, {"cautious": True}),
     (Came, {"max_grad_norm": 1.0}),
     (Lars, {}),
     (Lars, {"denominator": "joint", "nesterov": True}),
@@ -85,6 +86,7 @@ RIGHT: dict[str, tuple[Kind, float, dict[str, Any]]] = {
     "the same without adaptation": (Lamb, 1e20, {"adam": True}),
     "a factor makes huge gradients small": (Came, 1e38, {"max_grad_norm": 1.0}),
     "the product of momentum and gradient vanishes": (Lamb, 1e-25, {"cautious": True, "eps": 1.0, "weight_decay": 0.0}),
+    "the same in CAME": (Came, 1e-25, {"cautious": True, "eps": (1e-6, 1e-16), "lr": 1e21, "weight_decay": 0.0}),
 }
 
 

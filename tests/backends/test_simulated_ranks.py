@@ -61,8 +61,8 @@ def check(
     exchanged = together(ranks, kernels.kernel(backend, algorithm), 0.5)
     expected = together(theirs, reference, 0.5)
     if backend == "foreach":
-        unfactored = 2 if options.get("cautious") else 1
-        assert len(exchanged) == groups * (3 if getattr(whole.options, "factor", None) else unfactored)
+        sums = 3 if getattr(whole.options, "factor", None) else 1
+        assert len(exchanged) == groups * (sums + bool(options.get("cautious")))
     else:
         assert exchanged == expected
     stepped(reference, whole, 0.5)
@@ -90,6 +90,12 @@ def test_came_on_ranks_equals_the_unsharded_step(
 ) -> None:
     factor, shapes, cuts = LAYOUTS[layout]
     check(backend, "came", cuts, *shapes, divide=divide, factor=factor, **options)
+
+
+@for_every(("layout", "divide"), [*((layout, boxes) for layout in LAYOUTS), ("rows", fragments)])
+def test_cautious_came_on_ranks_equals_the_unsharded_step(layout: str, divide: Divide) -> None:
+    factor, shapes, cuts = LAYOUTS[layout]
+    check("foreach", "came", cuts, *shapes, divide=divide, factor=factor, cautious=True)
 
 
 @EACH_BUT_C

@@ -480,8 +480,13 @@ def test_it_says_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lamb.Lamb.unsupported_reason(GPU, replace(LAMB, blocks=True, weight_rounding="kahan"), None) is None
     long = torch.empty(2, 2**31, device="meta")
     assert "32 bits" in str(lamb.Lamb.unsupported_reason(long, replace(LAMB, blocks=True), None))
-    for rare in ({"cautious": True}, {"second_moment": "amsgrad"}):
-        name, reason = kernels.pick("auto", GPU, replace(LAMB, **rare))
+    plain = replace(OPTIONS["came"], factor=None)
+    for options, rare in (
+        (LAMB, {"cautious": True}),
+        (LAMB, {"second_moment": "amsgrad"}),
+        (plain, {"cautious": True}),
+    ):
+        name, reason = kernels.pick("auto", GPU, replace(options, **rare))
         assert (name, "has no compiled kernel" in reason) == ("foreach", True)
     kernels_of_3x3 = torch.zeros(70, 70, 3, 3, device="meta")
     last_two = replace(OPTIONS["came"], factor="last_two")

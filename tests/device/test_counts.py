@@ -68,6 +68,7 @@ ROWS = {
     "lamb-kahan": Row(lamb(weight_rounding="kahan"), 62, 12, LOW),
     "lamb-master": Row(lamb(weight_rounding="master"), 48, 12, LOW),
     "came": Row(came(), 124, 4),
+    "came-cautious": Row(came(cautious=True), 149, 8),
     "came-float64": Row(came(), 118, 8, torch.float64),
     "came-int8": Row(came(state_dtype="int8"), 211, 12),
     "came-int4": Row(came(state_dtype="int4"), 242, 26),

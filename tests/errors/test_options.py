@@ -86,6 +86,7 @@ OF_CAME: list[Value] = [
     ("scale_eps", ValueError, [0.0]),
     ("scale_eps", TypeError, ["1e-3"]),
     ("bias_correction", TypeError, ["lr"]),
+    ("cautious", TypeError, ["very"]),
 ]
 OF_LARS: list[Value] = [
     ("lr", TypeError, [None]),

@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
         bias_correction=True,
         scale_parameter=True,
         scale_eps=1e-3,
+        cautious=False,
         maximize=False,
         factor="matrix",
     ),

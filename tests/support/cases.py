@@ -282,8 +282,8 @@ CAME = Rows(
     CAME_OPTIONS,
     CAME_GROUPS,
     CAME_DTYPES,
-    with_dtypes=("published", "last-two", "everything"),
-    with_sizes=("published", "last-two", "clip-skip"),
+    with_dtypes=("published", "last-two", "everything", "cautious"),
+    with_sizes=("published", "last-two", "clip-skip", "cautious"),
     with_edges=("last-two", "everything"),
 )
 

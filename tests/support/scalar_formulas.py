@@ -266,6 +266,7 @@ class CameOptions:
     bias_correction: bool = False
     scale_parameter: bool = False
     scale_eps: float = 1e-3
+    cautious: bool = False
     maximize: bool = False
     stacked: bool = False
     grad_centralization: bool | Literal["conv"] = False
@@ -348,13 +349,14 @@ def came_step(tensor: CameTensor, g: Floats, o: CameOptions) -> CameFigures:
     if tensor.factor:
         instability = [(a - m) ** 2 + o.eps[1] for a, m in zip(u, tensor.m, strict=True)]
         confidence = _factored(tensor.res, instability, b3, one_minus_power(b3, tensor.t) if o.bias_correction else 1.0)
+    step = [m * s for m, s in zip(tensor.m, confidence, strict=True)]
+    if o.cautious:
+        step = _cautious(step, g)
 
     lr = o.lr
     if o.scale_parameter:
         lr *= max(o.scale_eps, norm(tensor.x) / math.sqrt(size))
-    tensor.x = [
-        w - lr * o.weight_decay * w - lr * m * s for w, m, s in zip(tensor.x, tensor.m, confidence, strict=True)
-    ]
+    tensor.x = [w - lr * o.weight_decay * w - lr * a for w, a in zip(tensor.x, step, strict=True)]
     return CameFigures(update_rms, clip, math.fsum(confidence) / size)
 
 

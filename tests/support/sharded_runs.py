@@ -171,6 +171,7 @@ RUNS: Mapping[str, Run] = {
     "came": Run(Came, steps=10, compares_state=True),
     "came-everything": Run(Came, {**CORRECTED, "decay_rate": 0.8, "factor": "last_two", "max_grad_norm": 1.0}, CENTRED),
     "came-stacked": Run(Came, EPS, {**STACKED, "factor": "last_two"}),
+    "came-cautious": Run(Came, {"cautious": True, **EPS}, CENTRED),
     "came-int8": Run(ExactCame, {"state_dtype": "int8", **EPS}, compares_state=True, **IN_BLOCKS),
     "came-int4": Run(ExactCame, {"state_dtype": "int4", **EPS}, compares_state=True, **IN_BLOCKS),
     # The random bits of the second moment depend on an element's position in the whole tensor.
@@ -187,6 +188,7 @@ RUNS: Mapping[str, Run] = {
     "lamb-foreach": Run(Lamb, **FOREACH),
     "came-cpu": Run(Came, {**EPS, **CORRECTED, "max_grad_norm": 1.0}, compares_state=True, **CPU),
     "came-foreach-float64": Run(Came, EPS, CENTRED, backend="foreach", compares_state=True),
+    "came-foreach-cautious": Run(Came, {"cautious": True, **EPS, **CORRECTED}, STACKED, backend="foreach"),
     "came-cpu-last-two": Run(Came, {**EPS, "factor": "last_two"}, STACKED, **CPU),
     "came-cpu-int8": Run(Came, {**EPS, "state_dtype": "int8"}, **IN_BLOCKS, **CPU),
     # Without a clip, few sums cross ranks, since rows of dim 0 are whole.

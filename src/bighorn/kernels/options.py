@@ -110,6 +110,7 @@ class CameOptions(KernelOptions):
 
     algorithm = "came"
     metrics = ("update_rms", "clip_factor", "confidence")
+    rare: ClassVar[Mapping[str, object]] = {"cautious": True}
 
     betas: Annotated[tuple[float, float, float], Option(came_betas, tuple)]
     eps: Annotated[tuple[float, float], Option(came_eps, tuple)]
@@ -118,6 +119,7 @@ class CameOptions(KernelOptions):
     bias_correction: Annotated[bool, Option(flag, int)]
     scale_parameter: Annotated[bool, Option(flag, int)]
     scale_eps: Annotated[float, Option(positive, float)]
+    cautious: Annotated[bool, Option(flag)]
     factor: Factor | None
     """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""

@@ -140,6 +140,9 @@ class Came(KernelOptimizer):
         bias_correction: Correct the averages of the instability for their start at 0, which suits AdamW's learning
             rate. The published rule does not correct them: its first step is about 11 times lr, and on two tasks its
             best learning rate was 0.1 and 0.4 of AdamW's. Default: False.
+        cautious: Zero the elements of the step whose sign differs from the gradient's, and divide the others by the
+            share that is kept (at least 0.001), before weight decay. Liang et al., "Cautious Optimizers: Improving
+            Training with One Line of Code", arXiv:2411.16085v4, Algorithm 1. Default: False.
         max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
         skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
             where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
@@ -204,6 +207,7 @@ class Came(KernelOptimizer):
         scale_parameter: bool = False,
         scale_eps: float = 1e-3,
         bias_correction: bool = False,
+        cautious: bool = False,
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         maximize: bool = False,

@@ -83,11 +83,16 @@ class CameGroup(Group[CameOptions]):
                 "exp_avg_res", arrays, u, o.eps[1], 1 - o.betas[2], correction, apply_mask
             )
             confidence = self._mean_product(inverse)
+        if o.cautious:
+            self._fill(u, scale, apply_mask)
+            agree = self.agreement(u, m)
         torch._foreach_copy_(u, m)
         del m
         if o.factor is not None:
             torch._foreach_mul_(arrays, r)
             torch._foreach_mul_(arrays, c)
+        if o.cautious:
+            yield from self.keep(agree, u)
         self.write_metrics([rms[: len(x)], 1 / excess, confidence.to(rms.dtype)], apply_mask)
         lr = rms[len(x) :].clamp(min=o.scale_eps) * o.lr if o.scale_parameter else o.lr
         self.subtract(x, x, lr * o.weight_decay, apply_mask)

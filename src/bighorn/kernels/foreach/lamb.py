@@ -27,13 +27,7 @@ class LambGroup(Group[LambOptions]):
         x, corrections = self.weights(), bias_corrections(t, o)
         u, agree = self._ratio(x, t, corrections, scale, apply_mask)
         if o.cautious:
-            torch._foreach_mul_(u, agree)
-            kept = torch.stack(torch._foreach_norm(agree, 1, dtype=t.dtype))
-            del agree
-            yield kept
-            shares = torch._foreach_div(list(kept.unbind()), [float(shard.numel) for shard in self.shards])
-            torch._foreach_clamp_min_(shares, 1e-3)
-            torch._foreach_div_(u, self.each(torch.stack(shares)))
+            yield from self.keep(agree, u)
         if o.decay_mode == "ratio":
             torch._foreach_add_(u, x, alpha=o.weight_decay)  # LAMB-u
         sums = square_sums([*x, *u], self.device)
@@ -72,7 +66,7 @@ class LambGroup(Group[LambOptions]):
             torch._foreach_add_(g, x, alpha=o.weight_decay)
         if self.fuses:
             u = self._fused_ratio(g, t, apply_mask)
-            return u, self._agreement(g, self.state["exp_avg"])
+            return u, self.agreement(g, self.state["exp_avg"])
         self.blank(g, apply_mask)
         m = self.load("exp_avg") if o.int4 else []  # in 4 bits it is relative to v as it was stored
         v = self.load("exp_avg_sq")
@@ -88,7 +82,7 @@ class LambGroup(Group[LambOptions]):
         torch._foreach_mul_(m, self.unless(apply_mask, beta1, 1.0))
         torch._foreach_add_(m, g, alpha=1 - beta1 if o.grad_averaging else 1.0)  # LAMB-m
         m = self.store("exp_avg", m, t, apply_mask)
-        agree = self._agreement(g, m)
+        agree = self.agreement(g, m)
         del g
         u = v
         if v is self.state["exp_avg_sq"] or v is self.state.get("max_exp_avg_sq"):
@@ -102,16 +96,6 @@ class LambGroup(Group[LambOptions]):
         torch._foreach_mul_(u, m)
         torch._foreach_mul_(u, self.each(root2 / correction1))
         return u, agree
-
-    def _agreement(self, g: list[Tensor], m: list[Tensor]) -> list[Tensor]:
-        """Return, for `cautious`, 1 where the momentum has the gradient's sign and 0 elsewhere."""
-        if not self.bucket.options.cautious:
-            return []
-        agree = list(torch._foreach_sign(g))
-        torch._foreach_mul_(agree, m)
-        torch._foreach_sign_(agree)
-        torch._foreach_clamp_min_(agree, 0.0)
-        return agree
 
     @property
     def fuses(self) -> bool:

@@ -166,6 +166,28 @@ class Group(Generic[Options]):
         """Return the values of the rows, in the dtype of the arithmetic."""
         return list(values.to(self.dtype).unbind())
 
+    # ---- cautious steps ----------------------------------------------------------------------------------------------
+
+    def agreement(self, g: list[Tensor], m: list[Tensor]) -> list[Tensor]:
+        """Return 1 where the momentum has the gradient's sign and 0 elsewhere; nothing if steps are not cautious."""
+        if not getattr(self.bucket.options, "cautious", False):
+            return []
+        agree = list(torch._foreach_sign(g))
+        torch._foreach_mul_(agree, m)
+        torch._foreach_sign_(agree)
+        torch._foreach_clamp_min_(agree, 0.0)
+        return agree
+
+    def keep(self, agree: list[Tensor], u: list[Tensor]) -> Iterator[Tensor]:
+        """Zero the elements of u that do not agree, and divide the others by their share. `agree` is consumed."""
+        torch._foreach_mul_(u, agree)
+        kept = torch.stack(torch._foreach_norm(agree, 1, dtype=self.wide))
+        agree.clear()
+        yield kept
+        shares = torch._foreach_div(list(kept.unbind()), [float(shard.numel) for shard in self.shards])
+        torch._foreach_clamp_min_(shares, 1e-3)
+        torch._foreach_div_(u, self.each(torch.stack(shares)))
+
     # ---- moments -----------------------------------------------------------------------------------------------------
 
     def load(self, name: str) -> list[Tensor]:

@@ -60,6 +60,10 @@ def came(
         confidence_mean = (yield from residual.rsqrt_sum()) * correction.sqrt() / shard.numel
         new_state |= residual.state()
         confidence = residual.rsqrt() * correction.sqrt().to(dtype)
+    if o.cautious:
+        mask = (m * g.sign() > 0).to(dtype)  # m has the sign of the step, and m * g can underflow
+        (kept,) = yield [mask.sum()]
+        confidence = confidence * mask / (kept / shard.numel).clamp(min=1e-3)
 
     lr = o.lr * (root(x_sum) / math.sqrt(shard.numel)).clamp(min=o.scale_eps) if o.scale_parameter else o.lr
     x = x - lr * o.weight_decay * x

@@ -6,7 +6,6 @@ import math
 import sys
 import threading
 import weakref
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Lars
-from bighorn.optim.step_lock import StepLock
+from bighorn.optim.optimizer import KernelOptimizer
 from tests.support.cases import Case, Kind, serving
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
@@ -297,7 +296,7 @@ def test_a_state_cannot_be_loaded_inside_a_step(kind: Kind, backend: str) -> Non
 
 def test_an_interrupt_leaves_no_lock_held() -> None:
     """Ctrl-C between the lock and its `try` once left it held, and every other thread was refused for good."""
-    lock = StepLock()
+    optimizer = Lars([Parameter(torch.ones(2))], lr=0.1)
 
     def interrupted(at: int) -> bool:
         """Interrupt the lock before one of its instructions; return whether it came that far before the step ended."""
@@ -306,7 +305,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count
-            if frame.f_code is not StepLock.run.__code__:
+            if frame.f_code is not KernelOptimizer._locked.__code__:
                 return None
             frame.f_trace_opcodes = True
             count += event == "opcode"
@@ -317,7 +316,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            lock.run(lambda: ended.append(1), lambda: None, waits=False)
+            optimizer._locked(lambda: ended.append(1), waits=False)
         except KeyboardInterrupt:
             return True
         finally:
@@ -326,10 +325,10 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
 
     at = 1
     while interrupted(at):
-        assert not lock.held, at
+        assert not optimizer._lock.locked(), at
         at += 1
     assert at > 20
-    thread = threading.Thread(target=partial(lock.run, lambda: None, lambda: None, waits=False))
+    thread = threading.Thread(target=optimizer.step)
     thread.start()
     thread.join()
 

@@ -86,7 +86,10 @@ def test_ranks_are_one_process(mode: str, way: str, options: str, kind: Kind) ->
     together = parallel(model, way)
     if way == "fsdp2":
         assert [param.to_local().numel() == 0 for param in model.net[-1].parameters()] == [rank == 3] * 2  # type: ignore[attr-defined]
-    optimizer = optimizer_of(kind, model.net, device, **OPTIONS[options])
+    more: dict[str, Any] = {}
+    if way == "tensor-parallel":  # layers that are not cut up along "inner" have copies there
+        more["grad_norm_group"] = model.net[0].weight.device_mesh.get_group()  # type: ignore[operator, union-attr]
+    optimizer = optimizer_of(kind, model.net, device, **OPTIONS[options], **more)
     for step in range(STEPS):
         together([grad * (0.5 + rank // 2) for grad in gradients(alone, step)]).backward()
         optimizer.step()

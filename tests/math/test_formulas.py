@@ -157,7 +157,7 @@ def test_reference_equals_the_paper_in_float64(case: Case) -> None:
         assert_told(case, optimizer, told, step)
         for leaf, tensor, parameter in zip(case.leaves, expected, parameters, strict=True):
             what = f"{leaf.name} after step {step}"
-            assert_equal_to(tensor.x, parameter, 1e-14, what)
+            assert_equal_to(tensor.x, parameter, 3e-14, what)  # a step may leave a hundredth of a weight
             if tensor.t == 0:
                 assert parameter not in optimizer.state, f"{what}: state without a gradient"
                 continue

@@ -365,15 +365,15 @@ FAULTS = (
     Fault(
         "a state by position, in groups with equal names",
         "bighorn/optim/checkpointing.py",
-        "ordered = [loaded[each] for each in ours]",
-        "ordered = keys",
+        "[_ordered(group, names, mine) for group, names, mine in pairs]",
+        "[group for group, names, mine in pairs]",
         "tests/contract",
     ),
     Fault(
         "a state by position, in other groups",
         "bighorn/optim/checkpointing.py",
-        "ordered = [loaded[name] for name in own]",
-        "ordered = keys",
+        '"params": [saved[name][1] for name in mine]',
+        '"params": found["params"]',
         "tests/contract",
     ),
     Fault(
@@ -638,7 +638,7 @@ FAULTS = (
     Fault(
         "a stale plan, of parts in another order",
         "bighorn/optim/plan_cache.py",
-        "        if order != self._order:\n            self._plans.clear()\n",
+        "        if order != before:\n            self._plans.clear()\n",
         "",
         "tests/contract/test_gradient_release.py",
     ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,7 +45,6 @@ from bighorn.optim.replaced_params import GivenParams, adopted, replaced
 from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
-from bighorn.optim.step_lock import StepLock
 from bighorn.optim.step_options import (
     SCHEDULED,
     OptionGuard,
@@ -63,6 +64,18 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_forks = 0
+"""How often this process and its parents were forked."""
+
+
+def _after_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 NO_ARGUMENTS = ("self", "params", "unknown", "__class__")
 """The entries of a constructor's `locals()` that are not options."""
@@ -109,7 +122,12 @@ class KernelOptimizer(Reports):
     """The first parameter of each group at the last step, by its `id`."""
     _groups: list[Group]
     """All groups, also while a framework has left only some of them in `param_groups`."""
-    _lock: StepLock
+    _lock: threading.Lock
+    """Held during a step."""
+    _owner: int | None = None
+    """The thread in a step; without meaning while the lock is free."""
+    _forked: int
+    """The value of `_forks` when the lock was made."""
     _begun: BegunStep | None = None
     """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
@@ -239,7 +257,7 @@ class KernelOptimizer(Reports):
                 checks.closure(closure)
                 with torch.enable_grad():
                     loss = closure()
-            self._lock.run(self._take_step, self._after_fork, waits=False)
+            self._locked(self._take_step, waits=False)
         except BaseException:
             # GradScaler removes the attributes that it has set only after a step that returns.
             self.__dict__.pop("grad_scale", None)
@@ -275,8 +293,7 @@ class KernelOptimizer(Reports):
         """
         if any(self._flat):
             raise ValueError(f"no step can be taken in parts: {flat_tensors.WHOLE_STEP}")
-        step = partial(self._take_step, parts, wait, stepped, square_sum)
-        self._lock.run(step, self._after_fork, waits=False)
+        self._locked(partial(self._take_step, parts, wait, stepped, square_sum), waits=False)
 
     @eager
     @torch.no_grad()
@@ -295,7 +312,7 @@ class KernelOptimizer(Reports):
             ValueError: As for `step`; or an option needs every gradient before the first parameter is written.
         """
         # Autograd has a thread for each device.
-        self._lock.run(partial(self._step_param, param, group), self._after_fork, waits=True)
+        self._locked(partial(self._step_param, param, group), waits=True)
 
     def _step_param(self, param: Tensor, group: dict[str, Any] | None) -> None:
         if group is not None and not can_step(self, self._begun, param, group):
@@ -344,6 +361,36 @@ class KernelOptimizer(Reports):
         if (option := self._settings.all_grads_option) is not None:
             return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if any(self._flat) else None
+
+    def _locked(self, step: Callable[[], None], *, waits: bool) -> None:
+        """Take a step, or a part of the step that this thread is in, while no other thread is in one.
+
+        A `with` of the lock itself has no place for a KeyboardInterrupt between the lock and its release. A call of
+        `acquire`, a method `__enter__` in Python, and the line of a `try` inside have one.
+
+        Args:
+            step: The step.
+            waits: Whether to wait for a step of another thread.
+
+        Raises:
+            RuntimeError: Another thread is in a step, and `waits` is False.
+        """
+        if self._forked != _forks:
+            # A thread of the parent may have been in a step, and in a kernel of a plan, with its lock.
+            self._make_lock()
+            self._plans = PlanCache()
+        me = threading.get_ident()
+        if self._lock.locked():
+            if self._owner == me:
+                step()
+                return
+            if not waits:
+                raise RuntimeError(
+                    "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
+                )
+        with self._lock:
+            self._owner = me
+            step()
 
     def _take_step(
         self,
@@ -580,12 +627,12 @@ class KernelOptimizer(Reports):
         return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun, self._lock = OptionGuard(), None, StepLock()
+        self._guard, self._begun = OptionGuard(), None
+        self._make_lock()
         self._forget_plans()
 
-    def _after_fork(self) -> None:
-        """Drop the plans, since a thread of the parent may have been in one of their kernels, with its lock."""
-        self._plans = PlanCache()
+    def _make_lock(self) -> None:
+        self._lock, self._owner, self._forked = threading.Lock(), None, _forks
 
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
@@ -623,7 +670,7 @@ class KernelOptimizer(Reports):
             ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range. The optimizer is unchanged.
         """
-        if self._lock.held:
+        if self._lock.locked() and self._forked == _forks:
             raise RuntimeError("load_state_dict() was called while a step is running: call it before or after the step")
         self._notice_replaced()
         check_structure(state_dict)

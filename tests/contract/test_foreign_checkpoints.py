@@ -148,7 +148,10 @@ RUNS = (
         came_pytorch,
         kind=Came,
         options={"lr": 7.0},
-        says=("its state means factor='last_two'",),
+        says=(
+            "its state means factor='last_two'. Note: checkpoints of came-pytorch's CAME do not tell OneTrainer's "
+            "use_cautious and stochastic_rounding, here cautious and weight_rounding",
+        ),
     ),
     Run(
         "pytorch-optimizer-came",
@@ -245,7 +248,11 @@ def test_a_run_goes_on_as_it_would_have_gone_on_there(run: Run, backend: str) ->
         ("timm", {}, ["max_grad_norm=1.0 is for the constructor, which was given None"]),
         ("timm-lambc", {"max_grad_norm": 2.0}, ["max_grad_norm=None is for the constructor, which was given 2.0"]),
         ("timm", {"max_grad_norm": 1.0, "adam": True}, ["adam=True stays, where timm's Lamb has False"]),
-        ("came", {"lr": 1.0, "decay_rate": 0.8}, ["decay_rate=0.8 stays, where came-pytorch's CAME has None"]),
+        (
+            "came",
+            {"lr": 1.0, "decay_rate": 0.8},
+            ["decay_rate=0.8 stays, where came-pytorch's CAME has None", "do not tell OneTrainer's use_cautious"],
+        ),
     ],
 )
 def test_the_note_says_in_what_the_next_steps_will_differ(run: str, options: Any, says: list[str]) -> None:

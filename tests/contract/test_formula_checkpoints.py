@@ -27,7 +27,7 @@ def note(optimizer: Optimizer, state: dict[str, Any]) -> str:
     return str(warning.message)
 
 
-NAMES = {"apex's FusedLAMB", "torch_npu's NpuFusedLamb"}
+NAMES = {"apex's FusedLAMB", "torch_npu's NpuFusedLamb", "LoRA_Easy's CAME"}
 """The formats that this file tests."""
 
 
@@ -128,3 +128,63 @@ def test_a_run_of_torch_npu_goes_on(adam: bool, backend: str) -> None:
     notes = note(Lamb(copies(theirs)), state)
     assert "bias_correction=True stays, where torch_npu's NpuFusedLamb has False" in notes
     assert "weight_norm_bounds=None stays" in notes
+
+
+def lora_easy_checkpoint(optimizer: Came, **options: Any) -> dict[str, Any]:
+    """Return the `state_dict()` of LoRA_Easy's CAME after the steps of ours, with its defaults."""
+    group: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999, 0.9999), "weight_decay": 0.01, "weight_decouple": True}
+    group |= {"fixed_decay": False, "clip_threshold": 1.0, "ams_bound": False, "eps1": 1e-30, "eps2": 1e-16}
+    group |= {"cautious": False, "update_strategy": "unmodified", "sync_chunk_size": 128}
+    group |= {"state_storage_dtype": torch.float32, "state_storage_device": "cpu", "cautious_weight_decay": False}
+    group |= {"compile_step": False, "foreach": False, "non_factored_confidence": True, "step": 3, **options}
+    states = {i: {**optimizer.state[p]} for i, p in enumerate(optimizer.param_groups[0]["params"])}
+    for state in states.values():
+        del state["step"]
+    return {"state": states, "param_groups": [{**group, "params": list(states)}]}
+
+
+@pytest.mark.parametrize(("strategy", "cautious"), [("unmodified", False), ("cautious", True), ("both", True)])
+def test_a_run_of_lora_easy_goes_on(strategy: str, cautious: bool) -> None:
+    """Its mask of equal signs, with the share that it keeps, is ours."""
+    case = Case("lora-easy", {}, (Leaf("down", (5, 7)), Leaf("up", (7, 4))))
+
+    def go_on(parameters: list[Parameter], optimizer: Came, steps: range) -> None:
+        for step in steps:
+            set_gradients(parameters, case.gradients(step))
+            optimizer.step()
+
+    theirs = case.parameters()
+    peer = Came(theirs, 0.1, weight_decay=0.01, factor="last_two", cautious=cautious)
+    go_on(theirs, peer, range(3))
+    ours = copies(theirs)
+    optimizer = Came(ours, 7.0, cautious=not cautious)
+    assert note(optimizer, saved_and_loaded(lora_easy_checkpoint(peer, update_strategy=strategy))) == (
+        "state_dict is a checkpoint of LoRA_Easy's CAME (1 group), and was converted; "
+        f"update_strategy='{strategy}' is cautious={cautious}; {GROUPED_STEPS}; its state means factor='last_two'. "
+        "Note: checkpoints of LoRA_Easy's CAME do not tell its stochastic rounding of bfloat16 weights, here "
+        'weight_rounding="stochastic"; checkpoints of 2025 do not tell clip_threshold either'
+    )
+    go_on(ours, optimizer, range(3, 6))
+    go_on(theirs, peer, range(3, 6))
+    assert all(a.equal(b) and optimizer.state[a]["step"] == 6 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "message"),
+    [
+        ({"update_strategy": "grams"}, {}, "update_strategy='grams', which is not known"),
+        ({"cautious_weight_decay": True}, {}, "decay is of all elements"),
+        ({}, {"exp_avg_res": torch.ones(4)}, "a state 'exp_avg_res'.*non_factored_confidence"),
+    ],
+)
+def test_a_checkpoint_of_lora_easy_without_a_counterpart_is_refused(options: Any, state: Any, message: str) -> None:
+    parameter = Parameter(torch.ones(4))
+    optimizer = Came([parameter], lr=0.1)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    before = repr(optimizer.state_dict())
+    checkpoint = lora_easy_checkpoint(optimizer, **options)
+    checkpoint["state"][0] |= state
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(checkpoint)
+    assert repr(optimizer.state_dict()) == before

@@ -28,11 +28,13 @@ class Format:
         evidence: Whether the state of a parameter shows the format. If given, at least one parameter's must.
         becomes: Options that have other names here, each with a function from its value to the options here.
         joined: Options that are several keys there, in their order.
-        refused: Options that have no counterpart if they are on or off, each with the remedy.
+        refused: Options with the value that has no counterpart, or True or False if they are on or off, each with the
+            remedy.
         left_out: Keys that affect how the optimizer computes, but not the result.
         implied: Options that the groups do not have, with the values for which our steps equal the optimizer's.
         adds: Options that follow from the shapes of the state.
         state_left_out: Entries of the state that nothing depends on.
+        state_refused: Entries of the state that have no counterpart, each with the remedy.
         uncounted: Entries of the state that have other names here, in a format that counts no steps.
         unsaved: Options that the checkpoints do not contain.
     """
@@ -45,11 +47,12 @@ class Format:
     evidence: Callable[[State], bool] | None = None
     becomes: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    refused: Mapping[tuple[str, bool], str] = field(default_factory=dict)
+    refused: Mapping[tuple[str, bool | str], str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     implied: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     adds: Group = field(default_factory=dict)
     state_left_out: tuple[str, ...] = ()
+    state_refused: Mapping[str, str] = field(default_factory=dict)
     uncounted: Mapping[str, str] = field(default_factory=dict)
     unsaved: str = ""
 
@@ -68,8 +71,8 @@ class Format:
         Raises:
             ValueError: An option has no counterpart.
         """
-        for (key, on), remedy in self.refused.items():
-            if key in group and bool(group[key]) is on:
+        for (key, value), remedy in self.refused.items():
+            if key in group and (bool(group[key]) if isinstance(value, bool) else group[key]) == value:
                 raise ValueError(f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}")
         converted = [self.becomes[key](value) for key, value in group.items() if key in self.becomes]
         joined = {option: tuple(group[key] for key in keys) for option, keys in self.joined.items()}
@@ -90,7 +93,15 @@ class Format:
         return {**{key: value for key, value in group.items() if key not in gone}, **self.options(group)}
 
     def state(self, group: Group, state: State) -> dict[str, Any]:
-        """Convert the state of one parameter."""
+        """Convert the state of one parameter.
+
+        Raises:
+            ValueError: An entry has no counterpart.
+        """
+        for name in state.keys() & self.state_refused.keys():
+            raise ValueError(
+                f"a checkpoint of {self.name} has a state {name!r}, which is not known: {self.state_refused[name]}"
+            )
         count = {"step": group["step"]} if "step" in group else {"step": 1.0} if self.uncounted else {}
         kept = {self.uncounted.get(key, key): state[key] for key in state if key not in self.state_left_out}
         return {**count, **kept}
@@ -112,6 +123,7 @@ _WITHOUT_EXTENSIONS: dict[str, tuple[object, ...]] = {
 _APEX = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm"})
 
 _CAME = frozenset({"lr", "betas", "eps", "weight_decay", "clip_threshold"})
+_CAME_OF_TWO_EPS = frozenset({"lr", "betas", "eps1", "eps2", "weight_decay", "weight_decouple", "ams_bound"})
 _CAME_STEPS: dict[str, tuple[object, ...]] = {
     "decay_rate": (None,),
     "scale_parameter": (False,),
@@ -120,6 +132,11 @@ _CAME_STEPS: dict[str, tuple[object, ...]] = {
 }
 _IN_8_BITS = "its momentum is in 8 bits of another form; load the model alone"
 _FIXED = "give weight_decay a schedule that does not fall as lr does, and load with False"
+_NOT_OF_CAME: dict[tuple[str, bool | str], str] = {
+    ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load the model alone",
+    ("fixed_decay", True): _FIXED,
+    ("weight_decouple", False): "Bighorn's CAME has decoupled decay alone; load the model alone",
+}
 
 FORMATS = (
     Format(
@@ -248,19 +265,43 @@ FORMATS = (
         implied=_CAME_STEPS,
         adds={"factor": "last_two"},
         state_left_out=("RMS",),
+        unsaved="OneTrainer's use_cautious and stochastic_rounding, here cautious and weight_rounding",
+    ),
+    Format(
+        name="LoRA_Easy's CAME",
+        algorithm="came",
+        marks=_CAME_OF_TWO_EPS | {"update_strategy"},
+        # "both" gives the elements that "cautious" keeps the gradient's sign, which they have.
+        becomes={"update_strategy": lambda name: {"cautious": name in ("cautious", "both")}},
+        joined={"eps": ("eps1", "eps2")},
+        refused={
+            **_NOT_OF_CAME,
+            ("update_strategy", "grams"): "Bighorn has no Grams; load the model alone",
+            ("cautious_weight_decay", True): "Bighorn's decay is of all elements; load the model alone",
+        },
+        left_out=(
+            *("foreach", "compile_step", "sync_chunk_size", "state_storage_dtype", "state_storage_device"),
+            "non_factored_confidence",  # which the state shows
+        ),
+        implied=_CAME_STEPS,
+        adds={"factor": "last_two"},
+        state_left_out=("RMS", "exp_avg_sq_hat"),
+        state_refused={
+            "exp_avg_res": "Bighorn's CAME has no confidence of vectors (non_factored_confidence); load the model alone"
+        },
+        unsaved=(
+            'its stochastic rounding of bfloat16 weights, here weight_rounding="stochastic"; checkpoints of 2025 do not '
+            "tell clip_threshold either"
+        ),
     ),
     Format(
         name="pytorch_optimizer's CAME",
         algorithm="came",
-        marks=frozenset({"lr", "betas", "eps1", "eps2", "weight_decay", "weight_decouple", "ams_bound"}),
+        marks=_CAME_OF_TWO_EPS,
         joined={"eps": ("eps1", "eps2")},
-        refused={
-            ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load the model alone",
-            ("fixed_decay", True): _FIXED,
-            ("weight_decouple", False): "Bighorn's CAME has decoupled decay alone; load the model alone",
-        },
+        refused=_NOT_OF_CAME,
         left_out=("foreach",),
-        implied={name: values for name, values in _CAME_STEPS.items() if name != "maximize"},
+        implied={"cautious": (False,), **{name: values for name, values in _CAME_STEPS.items() if name != "maximize"}},
         adds={"factor": "last_two"},
         state_left_out=("RMS", "exp_avg_sq_hat"),
         unsaved="clip_threshold and maximize",

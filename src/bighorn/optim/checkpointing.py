@@ -305,7 +305,7 @@ def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_n
         f"{name}={here[name]!r} stays, where {row.name} has {' or '.join(map(repr, values))}"
         for group, here in zip(groups, current, strict=False)
         for name, values in row.implied.items()
-        if name not in row.options(group) and here[name] not in values
+        if name not in row.group(group) and here[name] not in values
     ]
     differing += [
         f"max_grad_norm={group['max_grad_norm']!r} is for the constructor, which was given {max_grad_norm!r}"

@@ -328,13 +328,19 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "weight_decay_filter": ("Barlow Twins", "use exclude_from_weight_decay of the constructor"),
     "trust_ratio": ("other packages", "use adapt=False in the groups that have none", "always_adapt"),
     "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
+    "use_cautious": ("OneTrainer and sdnq", "use cautious", "cautious"),
+    "update_strategy": (
+        "LoRA_Easy",
+        'use cautious=True for "cautious" and "both", and nothing for "unmodified"',
+        "cautious",
+    ),
 }
 """Arguments of other packages' LAMBs and CAMEs, as `NOT_OURS`. Only CAME takes a pair of eps, and clip_threshold."""
 
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),
     ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
-    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter"),
+    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter", "use_cautious"),
 )
 """Arguments that select the default here if they are off; adam_w_mode=False, for one, does not."""
 

@@ -290,8 +290,8 @@ FORMATS = (
             "exp_avg_res": "Bighorn's CAME has no confidence of vectors (non_factored_confidence); load the model alone"
         },
         unsaved=(
-            'its stochastic rounding of bfloat16 weights, here weight_rounding="stochastic"; checkpoints of 2025 do not '
-            "tell clip_threshold either"
+            'its stochastic rounding of bfloat16 weights, here weight_rounding="stochastic"; checkpoints of 2025 do '
+            "not tell clip_threshold either"
         ),
     ),
     Format(

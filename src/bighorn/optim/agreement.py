@@ -56,11 +56,9 @@ class Presence:
     """
 
     def __init__(self, entries: list[Entry]) -> None:
-        self._labels: dict[RankSums, dict[int, list[str]]] = {}
-        for ranks, mine in by_ranks(entries).items():
-            labels = self._labels[ranks] = {}
-            for entry in mine:  # a flat tensor has several
-                labels.setdefault(id(entry.param), []).append(entry.label)
+        self._labels = {
+            ranks: [(id(entry.param), entry.label) for entry in mine] for ranks, mine in by_ranks(entries).items()
+        }
         self._first = True
 
     def check(self, groups: list[Group]) -> None:
@@ -74,14 +72,10 @@ class Presence:
         Raises:
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
-        params = [param for group in groups for param in group["params"]]
+        words = {id(param): "without" if param.grad is None else "with" for each in groups for param in each["params"]}
         for ranks, labels in self._labels.items():
             if self._first or ranks.device_type == "cpu":
-                lines = [
-                    f"{label} with{'out' if param.grad is None else ''} a gradient"
-                    for param in params
-                    for label in labels.get(id(param), ())
-                ]
+                lines = [f"{label} {words[param]} a gradient" for param, label in labels if param in words]
                 ranks.check_same(lines, GIVE_GRADIENTS)
         self._first = False
 

@@ -203,6 +203,7 @@ RUNS: Mapping[str, Run] = {
         {"max_grad_norm": 0.5, "skip_nonfinite": True, "exclude_from_weight_decay": ["bias", "even"], "maximize": True},
     ),
     "came-foreach": Run(Came, EPS, backend="foreach", compares_state=True),
+    "came-foreach-cautious": Run(Came, {**EPS, "cautious": True}, backend="foreach"),
     "came-auto": Run(Came, {**EPS, "scale_parameter": True, "max_grad_norm": 1.0}, compares_state=True, **AUTO),
     "came-auto-last-two": Run(
         Came, {**EPS, "factor": "last_two", "state_dtype": torch.bfloat16}, **{**AUTO, "tolerance": 2e-5}

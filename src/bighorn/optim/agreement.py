@@ -59,6 +59,8 @@ class Presence:
         self._labels = {
             ranks: [(id(entry.param), entry.label) for entry in mine] for ranks, mine in by_ranks(entries).items()
         }
+        self.stepped_alone: dict[RankSums, None] = {}
+        """The ranks with which single parameters were stepped, inside backward."""
         self._first = True
 
     def check(self, groups: list[Group]) -> None:
@@ -72,6 +74,8 @@ class Presence:
         Raises:
             ValueError: The ranks differ. Every rank raises, and the message names the first difference.
         """
+        for ranks in self.stepped_alone:
+            ranks.check_same(["nothing more to step inside of backward"], GIVE_GRADIENTS)
         words = {id(param): "without" if param.grad is None else "with" for each in groups for param in each["params"]}
         for ranks, labels in self._labels.items():
             if self._first or ranks.device_type == "cpu":

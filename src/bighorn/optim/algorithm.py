@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bighorn.arguments import Check, choice, count, dtype_among, flag, learning_rate, schedulable, weight_decay
 from bighorn.kernels.options import Options, checks_of
+from bighorn.kernels.rounding import LOW
 from bighorn.optim.state import (
     BLOCK_DTYPES,
     StateDtype,
@@ -62,6 +63,8 @@ class ParamTraits(NamedTuple):
     """Whether moments are kept in blocks."""
     int4: bool
     """Whether the first one is kept in codes of 4 bits."""
+    rounds: bool
+    """Whether it has 16 bits, on which alone `weight_rounding` acts."""
     spec: StateSpec
     """The state tensors, besides `step`."""
 
@@ -149,7 +152,8 @@ class Algorithm(ABC, Generic[Options]):
         """The traits of a parameter (as a real view)."""
         factored, leading = self.shape_of(group, param)
         spec = {**self.moments(group, param), **weight_spec(param, group["weight_rounding"])}
-        return ParamTraits(factored, leading, "exp_avg_scale" in spec, spec["exp_avg"].block is not None, spec)
+        blocks, int4 = "exp_avg_scale" in spec, spec["exp_avg"].block is not None
+        return ParamTraits(factored, leading, blocks, int4, param.dtype in LOW, spec)
 
     def state_spec(self, group: Group, param: Tensor) -> StateSpec:
         """The state tensors of a parameter, besides `step`."""

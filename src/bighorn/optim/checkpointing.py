@@ -19,6 +19,7 @@ from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
 from bighorn.optim.flat_tensors import state_specs
 from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of, loaded_prefix, names_in
 from bighorn.optim.state import init_or_validate_state, local_view
+from bighorn.optim.step_param import BegunStep
 from bighorn.optim.step_plan import StepPlan
 
 
@@ -252,7 +253,9 @@ def _refuse_strange(state: object, group: Group, index: int, position: int) -> N
         )
 
 
-def only_initialises(params: Iterable[Tensor], plans: list[StepPlan], moves: bool) -> bool:
+def only_initialises(
+    params: Iterable[Tensor], plans: list[StepPlan], begun: BegunStep | None, states: Mapping[Tensor, Any]
+) -> bool:
     """Whether a step at lr 0 is one by which torch.distributed.checkpoint makes an optimizer create state.
 
     The gradients of such a step are zero. If it were counted, the first real step of those parameters would be the
@@ -260,12 +263,17 @@ def only_initialises(params: Iterable[Tensor], plans: list[StepPlan], moves: boo
 
     Args:
         params: The parameters that take the step.
-        plans: The plans of all parameters of the step.
-        moves: Whether a gradient was not zero that has been freed.
+        plans: Their plans.
+        begun: The parameters that have taken it inside backward; they start anew if the result is True.
+        states: The states of all parameters.
     """
+    moves = begun is not None and begun.moves is not None and bool(begun.moves)
+    plans = plans if begun is None else [*begun.earlier_plans(), *plans]
     moves = moves or any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
     for reduce_group in dict.fromkeys(each for plan in plans for each in plan.meshes):
         moves = reduce_group.any(moves)  # all ranks take the step, or none
+    if begun is not None and not moves:
+        begun.reset(states)
     return not moves
 
 

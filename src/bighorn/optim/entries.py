@@ -75,7 +75,7 @@ def entry_of(
         factored=traits.factored,
         blocks=traits.blocks,
         int4=traits.int4,
-        rounds=param.dtype in LOW,
+        rounds=traits.rounds,
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or (variant.rounds and group["weight_rounding"] == "stochastic")

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from torch.optim.optimizer import ParamsT
 from bighorn import arguments as checks
 from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
-from bighorn.distributed.sharding import ReduceGroup
 from bighorn.names import listed
 from bighorn.optim import flat_tensors, param_groups, plan_builder
 from bighorn.optim.agreement import GIVE_GRADIENTS, Presence, check_agreement, described
@@ -65,13 +66,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_forks = 0
-"""How often this process and its parents were forked."""
+_optimizers: WeakSet[KernelOptimizer] = WeakSet()
 
 
 def _after_fork() -> None:
-    global _forks
-    _forks += 1
+    """Let a forked process step: a thread of its parent may have been in a step, and in a kernel, with their locks."""
+    for optimizer in _optimizers:
+        optimizer._lock, optimizer._plans = threading.Lock(), PlanCache()
 
 
 if hasattr(os, "register_at_fork"):
@@ -126,8 +127,6 @@ class KernelOptimizer(Reports):
     """Held during a step."""
     _owner: int | None = None
     """The thread in a step; without meaning while the lock is free."""
-    _forked: int
-    """The value of `_forks` when the lock was made."""
     _begun: BegunStep | None = None
     """The step that `step_param` has begun and `step` has not ended."""
     _prefix: str | None = None
@@ -138,8 +137,6 @@ class KernelOptimizer(Reports):
     """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
     _presence: Presence | None = None
     """The places of sharded parameters, whose gradients ranks compare; None if there are none."""
-    _alone: tuple[ReduceGroup, ...] = ()
-    """The ranks with which `step_param` has stepped sharded parameters."""
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
@@ -323,8 +320,9 @@ class KernelOptimizer(Reports):
         label = check_step_param(param, indices, begun, self.param_groups)
         if (ranks := sharding.ranks_of(param)) is not None:
             ranks.check_same([f"{label} to step next"], GIVE_GRADIENTS)
-            self._alone = tuple(dict.fromkeys([*self._alone, ranks]))
         schedule, [plan], fresh = self._prepare([param], None, None if begun is None else begun.schedule, indices)
+        if ranks is not None and self._presence is not None:
+            self._presence.stepped_alone[ranks] = None
         self._begun = begun = begun or BegunStep(schedule, indices, handed_in=group is not None)
         plan.read_grads()
         for launch in plan.kernels:
@@ -375,13 +373,8 @@ class KernelOptimizer(Reports):
         Raises:
             RuntimeError: Another thread is in a step, and `waits` is False.
         """
-        if self._forked != _forks:
-            # A thread of the parent may have been in a step, and in a kernel of a plan, with its lock.
-            self._make_lock()
-            self._plans = PlanCache()
-        me = threading.get_ident()
         if self._lock.locked():
-            if self._owner == me:
+            if self._owner == get_ident():
                 step()
                 return
             if not waits:
@@ -389,7 +382,7 @@ class KernelOptimizer(Reports):
                     "two threads step one optimizer at once: call step() in one thread, or give each its own optimizer"
                 )
         with self._lock:
-            self._owner = me
+            self._owner = get_ident()
             step()
 
     def _take_step(
@@ -406,18 +399,14 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        for ranks in self._alone:
-            ranks.check_same(["nothing more to step inside of backward"], GIVE_GRADIENTS)
-        settings = self._settings
-        params = [] if begun is not None and begun.closed else self._params(self.param_groups)
+        settings, params = self._settings, self._params(self.param_groups)
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
-        schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
-        earlier: list[StepPlan] = []
-        moves = False
         if begun is not None:
-            earlier, fresh = begun.earlier_plans(), fresh or bool(begun.fresh)
-            moves = begun.moves is not None and bool(begun.moves)
+            params = [] if begun.closed else params
+        schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
+        if begun is not None:
+            fresh = fresh or bool(begun.fresh)
         try:
             scale: Tensor | float = 1.0
             mask = None
@@ -430,9 +419,7 @@ class KernelOptimizer(Reports):
                 )
             for part in range(len(plans)) if fresh else ():
                 wait(part)
-            initialises = fresh and only_initialises(params, [*earlier, *plans], moves)
-            if initialises and begun is not None:
-                begun.reset(self.state)
+            initialises = fresh and only_initialises(params, plans, begun, self.state)
             for part, plan in enumerate(plans):
                 wait(part)
                 plan.read_grads()
@@ -458,6 +445,7 @@ class KernelOptimizer(Reports):
         if mask is not None:
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
+        earlier = [] if begun is None else begun.earlier_plans()
         if self.param_groups is not self._groups:  # the plans of the other groups' last steps stay
             stepped_now = {variant.group for plan in plans for variant in plan.variants()}
             earlier = [plan for plan in self._last if stepped_now.isdisjoint(v.group for v in plan.variants())]
@@ -569,8 +557,11 @@ class KernelOptimizer(Reports):
             if not begun:
                 schedule.undo()
             raise
-        fresh = any(state and not self.state.get(param) for *_, states in built for param, state in states.items())
-        fresh = fresh and self._at_rest()
+        fresh = (
+            len(built) > 0
+            and self._at_rest()
+            and any(state and not self.state.get(param) for *_, states in built for param, state in states.items())
+        )
         for mine, plan, states in built:
             self.state.update(states)
             parts_of_a_step = max(len(divided), len(indices or ()), len(groups) - len(self.param_groups) + 1)
@@ -627,12 +618,9 @@ class KernelOptimizer(Reports):
         return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
-        self._guard, self._begun = OptionGuard(), None
-        self._make_lock()
+        self._guard, self._begun, self._lock = OptionGuard(), None, threading.Lock()
         self._forget_plans()
-
-    def _make_lock(self) -> None:
-        self._lock, self._owner, self._forked = threading.Lock(), None, _forks
+        _optimizers.add(self)
 
     def _forget_plans(self) -> None:
         self._last, self._plans = (), PlanCache()
@@ -670,7 +658,7 @@ class KernelOptimizer(Reports):
             ValueError: It is not an optimizer's state, belongs to another model or algorithm, is of a newer format, or
                 holds an option out of range. The optimizer is unchanged.
         """
-        if self._lock.locked() and self._forked == _forks:
+        if self._lock.locked():
             raise RuntimeError("load_state_dict() was called while a step is running: call it before or after the step")
         self._notice_replaced()
         check_structure(state_dict)

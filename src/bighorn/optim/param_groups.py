@@ -104,9 +104,9 @@ def names_by_id(group: Group) -> dict[int, str]:
 def follow_names(groups: list[Group], name_of: dict[int, str]) -> bool:
     """Move the names in groups whose parameters a program has put in another order; return whether there are any."""
     moved = False
-    for group in groups:
-        names = [name_of.get(id(param), "") for param in group["params"]]
-        if "param_names" in group and names != group["param_names"] and {*names} == {*group["param_names"]}:
+    for group in [group for group in groups if name_of and "param_names" in group]:
+        names = list(map(name_of.get, map(id, group["params"])))
+        if names != group["param_names"] and {*names} == {*group["param_names"]}:
             group["param_names"], moved = names, True
     return moved
 

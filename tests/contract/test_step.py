@@ -327,7 +327,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
     while interrupted(at):
         assert not optimizer._lock.locked(), at
         at += 1
-    assert at > 20
+    assert at > 15
     thread = threading.Thread(target=optimizer.step)
     thread.start()
     thread.join()

@@ -136,7 +136,7 @@ class KernelOptimizer(Reports):
     _agreed: bool = False
     """Whether the ranks were found to agree; they are compared at the first step, and after groups were added."""
     _presence: Presence | None = None
-    """The places of sharded parameters, whose gradients ranks compare; None if there are none."""
+    """The sharded parameters, whose gradients ranks compare; None if there are none."""
     _last: tuple[StepPlan, ...] = ()
     """The plans of the last step, one per part."""
     _skipped: Tensor | None = None
@@ -402,8 +402,8 @@ class KernelOptimizer(Reports):
         settings, params = self._settings, self._params(self.param_groups)
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
-        if begun is not None:
-            params = [] if begun.closed else params
+        if begun is not None and begun.closed:
+            params = []
         schedule, plans, fresh = self._prepare(params, parts, None if begun is None else begun.schedule)
         if begun is not None:
             fresh = fresh or bool(begun.fresh)

@@ -166,7 +166,7 @@ def joining(
         check_parameter(name, tensor, stacked=stacked)
         tensors.append(tensor)
     earlier = (param for other in others for param in other["params"] if sharding.any_distributed([param]))
-    settings.refuse_apart(map(sharding.holders_of, [*itertools.islice(earlier, 1), *tensors]))
+    settings.refuse_apart(map(sharding.holders_of, itertools.chain(itertools.islice(earlier, 1), tensors)))
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("params holds the same parameter twice; pass each one once (tied weights count once)")
     names = [name for name, _ in group["params"]] if any(pairs) else group.get("param_names")

@@ -7,30 +7,11 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bighorn import Came, Lamb, Lars
-
-
-def came(
-    params: Any, betas: Iterable[float] = (), eps: float | tuple[float, float] | None = None, **options: Any
-) -> Came:
-    """Return a Came from the arguments of timm's command line.
-
-    Args:
-        params: The parameters or groups.
-        betas: Decay of the averages, as `--opt-betas` gives them; those that are left out are Came's own. Default: ().
-        eps: The number that `--opt-eps` gives, which is added to the squared gradient, or both of Came's. Default:
-            None.
-        **options: Other options of `Came`.
-    """
-    betas = tuple(betas)
-    options["betas"] = (*betas, *(0.9, 0.999, 0.9999)[len(betas) :])
-    if eps is not None:
-        options["eps"] = (eps, 1e-16) if isinstance(eps, (int, float)) else eps
-    return Came(params, **options)
+from bighorn import Lamb, Lars
+from bighorn.integrations import came
 
 
 def timm_lamb(params: Any, **options: Any) -> Lamb:

@@ -400,7 +400,10 @@ LEAST_EPS = 1.2e-38
 def came_eps(name: str, value: object) -> tuple[object, ...]:
     """Return two numbers from `LEAST_EPS`."""
     if not _are(value, 2):
-        raise TypeError(f"{name} must be two numbers, for the squared gradient and for the instability, not {value!r}")
+        raise TypeError(
+            f"{name} must be two numbers, for the squared gradient and for the instability, such as (1e-30, 1e-16), "
+            f"not {value!r}"
+        )
     return tuple(number(f"{name}[{i}]", eps, LEAST_EPS) for i, eps in enumerate(value))
 
 

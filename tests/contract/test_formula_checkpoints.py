@@ -27,35 +27,120 @@ def note(optimizer: Optimizer, state: dict[str, Any]) -> str:
     return str(warning.message)
 
 
-NAMES = {"apex's FusedLAMB", "torch_npu's NpuFusedLamb", "LoRA_Easy's CAME"}
+NAMES = {"apex's FusedLAMB", "torch_npu's NpuFusedLamb", "LoRA_Easy's CAME"} | {
+    "OneTrainer's CAME8bit",
+    "SANA's CAME8BitWrapper",
+    "SANA's CAMEWrapper",
+}
 """The formats that this file tests."""
 
 
-@pytest.mark.filterwarnings("ignore::bighorn.ConvertedStateWarning")
+def in_blocks(exp_avg: torch.Tensor, rows: int, name: str) -> list[dict[str, torch.Tensor]]:
+    """Encode a momentum in 8 bits between the least and the greatest value of each block of rows."""
+    blocks = []
+    for block in exp_avg.split(rows):
+        scale = (block.max() - block.min()) / 255
+        blocks.append({name: ((block - block.min()) / scale).round().byte(), "scale": scale, "min": block.min()})
+    return blocks
+
+
+def sana_checkpoint(optimizer: Came, code: str | None, **options: Any) -> dict[str, Any]:
+    """Return the `state_dict()` of a relative of SANA's CAME after the steps of ours, which continues from its bits.
+
+    Its averages of a 1x1 convolution have one dim, and its 8 bits are in blocks of 4 rows.
+    """
+    group: dict[str, Any] = {"lr": 0.1, "eps": (1e-30, 1e-16), "clip_threshold": 1.0, "betas": (0.9, 0.999, 0.9999)}
+    group |= {"weight_decay": 0.01, **options}
+    states = {}
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        state: dict[str, Any] = {**optimizer.state[p], "step": 3, "RMS": p.detach().square().mean().sqrt()}
+        for name in ("exp_avg_sq_col", "exp_avg_res_col"):
+            if name in state:
+                state[name] = state[name].flatten()
+        if code is not None and p.dim() != 1 and p.numel() > options["min_8bit_size"]:
+            state["exp_avg"] = in_blocks(state["exp_avg"], 4, code)
+            decoded = [each[code].float() * each["scale"] + each["min"] for each in state["exp_avg"]]
+            optimizer.state[p]["exp_avg"].copy_(torch.cat(decoded))
+        states[i] = state
+    return {"state": states, "param_groups": [{**group, "params": list(states)}]}
+
+
 @pytest.mark.parametrize(
-    ("group", "state", "message"),
+    ("name", "code", "options", "said"),
     [
         (
-            {"block_size": 2048, "min_8bit_size": 16384},
-            {"exp_avg": [{"data": 0}]},
-            "block_size=2048.*8 bits.*model alone",
+            "OneTrainer's CAME8bit",
+            "value",
+            {"stochastic_rounding": True, "use_cautious": True, "min_8bit_size": 100, "quant_block_size": 4},
+            "use_cautious=True is cautious=True; stochastic_rounding=True is weight_rounding='stochastic'; "
+            "min_8bit_size=100 is min_8bit_size=101; ",
         ),
         (
-            {"quant_block_size": 2048, "min_8bit_size": 16384},
-            {"exp_avg": [{"value": 0}]},
-            "quant_block_size=2048.*8 bits",
+            "SANA's CAME8BitWrapper",
+            "data",
+            {"block_size": 4, "min_8bit_size": 100},
+            "min_8bit_size=100 is min_8bit_size=101; ",
         ),
-        ({}, {"exp_avg": torch.zeros(5, 4, 3, 3), "exp_avg_sq": torch.ones(5, 4, 3, 3)}, "lacks 'exp_avg_sq_row'"),
+        ("SANA's CAMEWrapper", None, {}, ""),
     ],
 )
-def test_a_checkpoint_of_sanas_family_is_refused(group: Any, state: Any, message: str) -> None:
-    optimizer = Came([Parameter(torch.ones(5, 4, 3, 3))], lr=0.1, factor="linear")
+def test_a_run_of_sanas_family_goes_on(name: str, code: str | None, options: Any, said: str) -> None:
+    case = Case(
+        "sana",
+        {},
+        (
+            Leaf("linear", (11, 12)),
+            Leaf("small", (5, 7)),
+            Leaf("conv", (6, 4, 3, 3)),
+            Leaf("pointwise", (12, 10, 1, 1)),
+        ),
+    )
+
+    def go_on(parameters: list[Parameter], optimizer: Came, steps: range) -> None:
+        for step in steps:
+            set_gradients(parameters, case.gradients(step))
+            optimizer.step()
+
+    theirs = case.parameters()
+    cautious = options.get("use_cautious", False)
+    peer = Came(theirs, 0.1, weight_decay=0.01, factor="linear", cautious=cautious)
+    go_on(theirs, peer, range(3))
+    ours = copies(theirs)
+    optimizer = Came(ours, 7.0)
+    stays = "" if code is None else f". Note: state_dtype=None stays, where {name} has 'int8'"
+    assert note(optimizer, saved_and_loaded(sana_checkpoint(peer, code, **options))) == (
+        f"state_dict is a checkpoint of {name} (1 group), and was converted; {said}its state means factor='linear'"
+        f"{stays}"
+    )
+    go_on(ours, optimizer, range(3, 6))
+    go_on(theirs, peer, range(3, 6))
+    assert all(a.equal(b) and optimizer.state[a]["step"] == 6 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([{"value": torch.zeros(2, 3), "scale": torch.tensor(1.0)}], "KeyError.'min'"),
+        ([{"scale": torch.tensor(1.0), "min": torch.tensor(0.0)}], "KeyError.'data'"),
+        ([{"value": "0", "scale": 1.0, "min": 0.0}], "AttributeError"),
+        ([{"value": torch.zeros(2, 5), "scale": 1.0, "min": 0.0}], "RuntimeError"),
+        ([{"value": torch.zeros(1, 3), "scale": 1.0, "min": 0.0}], "'exp_avg'.*shape"),
+        (["not a block"], "TypeError"),
+        ([], "damaged"),
+        (None, "AttributeError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::bighorn.ConvertedStateWarning")
+def test_a_damaged_momentum_of_8_bits_is_refused(blocks: Any, message: str) -> None:
+    parameter = Parameter(torch.ones(2, 3))
+    optimizer = Came([parameter], lr=0.1, factor="linear")
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    checkpoint = sana_checkpoint(optimizer, None, block_size=4, min_8bit_size=100)
+    checkpoint["state"][0]["exp_avg"] = blocks
     before = repr(optimizer.state_dict())
-    group |= {"lr": 0.1, "eps": (1e-30, 1e-16), "clip_threshold": 1.0, "betas": (0.9, 0.999, 0.9999)}
-    group |= {"weight_decay": 0.1, "params": [0]}
-    state |= {"step": 3, "RMS": torch.tensor(1.0)}
     with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict({"state": {0: state}, "param_groups": [group]})
+        optimizer.load_state_dict(checkpoint)
     assert repr(optimizer.state_dict()) == before
 
 

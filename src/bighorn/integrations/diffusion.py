@@ -8,6 +8,7 @@ them. docs/diffusion.md has the line for each trainer.
 from __future__ import annotations
 
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -178,6 +179,9 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+SCRIPT = "BIGHORN_SCRIPT"
+"""The environment variable with the path of the script. In a spawned process runpy puts this file into sys.argv."""
+
 USAGE = """\
 usage: python -m bighorn.integrations.diffusion SCRIPT [arguments of the script]
        accelerate launch -m bighorn.integrations.diffusion SCRIPT [arguments of the script]
@@ -197,12 +201,13 @@ def main(arguments: list[str]) -> None:
     if not arguments or not Path(arguments[0]).is_file():
         sys.exit(f"{USAGE}\n\nerror: {arguments[0] + ' is no file' if arguments else 'SCRIPT is missing'}")
     sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    path = Path(arguments[0]).resolve()
+    sys.path[0], os.environ[SCRIPT] = str(path.parent), str(path)
     script = ModuleType("__main__")
-    # With this spec, processes that the script spawns import this module before the script.
+    # With this spec, processes that the script spawns execute this file before the script.
     script.__file__, script.__spec__ = arguments[0], sys.modules["__main__"].__spec__
     sys.modules["__main__"] = script
-    exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(script))
+    exec(compile(path.read_bytes(), arguments[0], "exec"), vars(script))
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second in a process that a script has spawned
@@ -211,7 +216,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the second in a process that a sc
     if __name__ == "__main__":
         diffusion.main(sys.argv[1:])
     else:
-        globals().update(runpy.run_path(sys.argv[0], run_name=__name__))
+        globals().update(runpy.run_path(os.environ[diffusion.SCRIPT], run_name=__name__))
 else:
     sys.meta_path.insert(0, _Finder())
     for _name in CHANGES.keys() & sys.modules.keys():

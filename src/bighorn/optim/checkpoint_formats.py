@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bighorn.optim.param_groups import NO_OPTIONS, VERSION
 
 State = Mapping[str, Any]
@@ -36,6 +39,7 @@ class Format:
         state_left_out: Entries of the state that nothing depends on.
         state_refused: Entries of the state that have no counterpart, each with the remedy.
         uncounted: Entries of the state that have other names here, in a format that counts no steps.
+        decode: A function from the state of a parameter to tensors of the shapes here.
         unsaved: Options that the checkpoints do not contain.
     """
 
@@ -54,6 +58,7 @@ class Format:
     state_left_out: tuple[str, ...] = ()
     state_refused: Mapping[str, str] = field(default_factory=dict)
     uncounted: Mapping[str, str] = field(default_factory=dict)
+    decode: Callable[[State], State] | None = None
     unsaved: str = ""
 
     def recognises(self, groups: Iterable[Group], states: Iterable[State]) -> bool:
@@ -96,8 +101,13 @@ class Format:
         """Convert the state of one parameter.
 
         Raises:
-            ValueError: An entry has no counterpart.
+            ValueError: An entry has no counterpart, or is damaged.
         """
+        if self.decode is not None:
+            try:
+                state = self.decode(state)
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(f"a state in the checkpoint of {self.name} is damaged: {error!r}") from error
         for name in state.keys() & self.state_refused.keys():
             raise ValueError(
                 f"a checkpoint of {self.name} has a state {name!r}, which is not known: {self.state_refused[name]}"
@@ -130,7 +140,38 @@ _CAME_STEPS: dict[str, tuple[object, ...]] = {
     "bias_correction": (False,),
     "maximize": (False,),
 }
-_IN_8_BITS = "its momentum is in 8 bits of another form; load the model alone"
+
+
+def _shows_linear(state: State) -> bool:
+    """Whether a state of more than 2 dims is factored by `factor="linear"`, where came-pytorch has more averages."""
+    exp_avg, col = state.get("exp_avg"), state.get("exp_avg_sq_col")
+    if not isinstance(exp_avg, Tensor) or exp_avg.dim() < 3:
+        return False
+    return "exp_avg_sq" in state or (isinstance(col, Tensor) and col.dim() == 1)
+
+
+def _decode_linear(state: State) -> State:
+    """Decode momentum of 8 bits in blocks of whole rows, and give averages of a 1x1 convolution its other dims."""
+    exp_avg = state["exp_avg"]
+    if isinstance(exp_avg, list):
+        codes = [block["value" if "value" in block else "data"] for block in exp_avg]
+        blocks = zip(codes, exp_avg, strict=True)
+        exp_avg = torch.cat([code.float() * block["scale"] + block["min"] for code, block in blocks])
+    cols = {name: state[name] for name in ("exp_avg_sq_col", "exp_avg_res_col") if name in state}
+    return {**state, "exp_avg": exp_avg, **{name: col.reshape(exp_avg.shape[1:]) for name, col in cols.items()}}
+
+
+def _above(size: int) -> dict[str, Any]:
+    """The largest size that is left in 32 bits there, as the smallest size that is in 8 bits here."""
+    return {"min_8bit_size": size + 1}
+
+
+_OF_SANA: dict[str, Any] = {
+    "algorithm": "came",
+    "adds": {"factor": "linear"},
+    "state_left_out": ("RMS",),
+    "decode": _decode_linear,
+}
 _FIXED = "give weight_decay a schedule that does not fall as lr does, and load with False"
 _NOT_OF_CAME: dict[tuple[str, bool | str], str] = {
     ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load the model alone",
@@ -255,13 +296,36 @@ FORMATS = (
         unsaved="the steps that it has made, of which one is counted",
     ),
     Format(
+        name="OneTrainer's CAME8bit",
+        marks=_CAME | {"quant_block_size", "use_cautious"},
+        becomes={
+            "use_cautious": lambda on: {"cautious": bool(on)},
+            "stochastic_rounding": lambda on: {"weight_rounding": "stochastic" if on else "nearest"},
+            "min_8bit_size": _above,
+        },
+        left_out=("quant_block_size",),
+        implied={**_CAME_STEPS, "state_dtype": ("int8",)},
+        **_OF_SANA,
+    ),
+    Format(
+        name="SANA's CAME8BitWrapper",
+        marks=_CAME | {"block_size"},
+        becomes={"min_8bit_size": _above},
+        left_out=("block_size",),
+        implied={**_CAME_STEPS, "cautious": (False,), "state_dtype": ("int8",)},
+        **_OF_SANA,
+    ),
+    Format(
+        name="SANA's CAMEWrapper",
+        marks=_CAME,
+        evidence=_shows_linear,
+        implied={**_CAME_STEPS, "cautious": (False,)},
+        **_OF_SANA,
+    ),
+    Format(
         name="came-pytorch's CAME",
         algorithm="came",
         marks=_CAME,
-        refused={
-            ("block_size", True): _IN_8_BITS,  # of SANA's variant
-            ("quant_block_size", True): _IN_8_BITS,  # of OneTrainer's
-        },
         implied=_CAME_STEPS,
         adds={"factor": "last_two"},
         state_left_out=("RMS",),

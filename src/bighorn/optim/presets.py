@@ -320,6 +320,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "weight_decouple": ("pytorch_optimizer", 'use decay_mode="decoupled"', "decay_mode"),
     "fixed_decay": ("pytorch_optimizer", "leave it out: decay is multiplied by lr"),
     "pre_norm": ("pytorch_optimizer", "use max_grad_norm"),
+    "ams_bound": ("pytorch_optimizer", "leave it out: Came has no AMSGrad"),
     "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
     "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
     "trust_coeff": ("timm", "use trust_coefficient of Lars"),
@@ -329,6 +330,15 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "trust_ratio": ("other packages", "use adapt=False in the groups that have none", "always_adapt"),
     "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
     "use_cautious": ("OneTrainer and sdnq", "use cautious", "cautious"),
+    "use_stochastic_rounding": ("sdnq", 'use weight_rounding="stochastic"'),
+    "use_quantized_buffers": ("sdnq", 'use state_dtype="int8"'),
+    "enable_stochastic_rounding": ("axolotl", 'use weight_rounding="stochastic"'),
+    "enable_cautious": ("axolotl", "use cautious", "cautious"),
+    "enable_8bit": ("axolotl", 'use state_dtype="int8"'),
+    "block_size": ("SANA", "leave it out: blocks have 256 elements"),
+    "quant_block_size": ("OneTrainer", "leave it out: blocks have 256 elements"),
+    "cautious_weight_decay": ("LoRA_Easy", "leave it out: decay is of all elements"),
+    "non_factored_confidence": ("LoRA_Easy", "leave it out: vectors have no confidence"),
     "update_strategy": (
         "LoRA_Easy",
         'use cautious=True for "cautious" and "both", and nothing for "unmodified"',
@@ -340,7 +350,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),
     ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
-    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter", "use_cautious"),
+    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter", "use_cautious", "ams_bound"),
+    ("use_stochastic_rounding", "use_quantized_buffers", "cautious_weight_decay", "non_factored_confidence"),
+    ("enable_stochastic_rounding", "enable_cautious", "enable_8bit"),
 )
 """Arguments that select the default here if they are off; adam_w_mode=False, for one, does not."""
 

@@ -1,6 +1,6 @@
 """The command for diffusion trainers, with modules that have their names, arguments and order of calls.
 
-docs/diffusion.md has the versions of the trainers in which it was run.
+docs/with-diffusion.md has the versions of the trainers in which it was run.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def get_optimizer(params, optimizer_type="adam", learning_rate=1e-6, optimizer_p
     "simpletuner/helpers/training/optimizer_param.py": """
 import inspect
 optimizer_choices = {"adamw": {"precision": "any", "default_settings": {}, "class": None}}
-def optimizer_parameters(optimizer, words):
+def optimizer_parameters(optimizer, args):
     choice = optimizer_choices[optimizer]
-    settings = {**choice["default_settings"], **words}
+    settings = {**choice["default_settings"], **args}
     known = inspect.signature(choice["class"].__init__).parameters
     if not any(param.kind is inspect.Parameter.VAR_KEYWORD for param in known.values()):
         settings = {name: value for name, value in settings.items() if name in known}
@@ -187,7 +187,7 @@ TRAINERS = (
     Trainer("ai-toolkit", ai_toolkit, INT8),
     Trainer(
         "diffusion-pipe",
-        lambda load, params: load("pytorch_optimizer").BighornCame(params, lr=0.1, **INT8),
+        lambda load, params: load("pytorch_optimizer").BighornCame(params, lr=0.1, betas=[0.9, 0.999], **INT8),
         INT8,
     ),
 )
@@ -236,6 +236,18 @@ def test_a_run_and_its_continuation_are_ours(trainer: Trainer, dtypes: str, trai
         assert all(a.equal(b) for a, b in zip(expected, resumed, strict=True))
 
 
+@pytest.mark.parametrize("name", ["CAME", "CAME8bit"])
+def test_onetrainers_checkpoints_tell_what_its_own_tell(name: str, trainers: Any) -> None:
+    """Its CAME takes the two flags from the window, its CAME8bit from the checkpoint."""
+    params = parameters("mixed")
+    saved = onetrainer(name, use_cautious=True)(trainers, params)
+    go(saved, params, range(1))
+    later = onetrainer(name, use_cautious=False, stochastic_rounding=False)(trainers, params)
+    later.load_state_dict(saved_and_loaded(saved.state_dict()))
+    flags = {(group["cautious"], group["weight_rounding"]) for group in later.param_groups}
+    assert flags == ({(False, "nearest")} if name == "CAME" else {(True, "stochastic")})
+
+
 def test_other_optimizers_are_left_alone(trainers: Any) -> None:
     params = parameters("mixed")
     util, fused = trainers("library.train_util"), trainers("library.adafactor_fused")
@@ -254,9 +266,9 @@ def ai_toolkit_named(load: Any, params: Any, name: str, **options: Any) -> Any:
     return load("toolkit.optimizer").get_optimizer(params, name, learning_rate=0.1, optimizer_params=options)
 
 
-def simpletuner_words(load: Any, params: Any, **words: Any) -> Any:
+def simpletuner_words(load: Any, params: Any, name: str = "bighorn-came", **words: Any) -> Any:
     module = load("simpletuner.helpers.training.optimizer_param")
-    kind, settings = module.optimizer_parameters("bighorn-came", words)
+    kind, settings = module.optimizer_parameters(name, words)
     return kind(params, lr=0.1, **settings)
 
 
@@ -278,6 +290,7 @@ def fused_pass(load: Any, prepared: Prepared) -> None:
             lambda load, params: simpletuner_words(load, params, weight_rouding="kahan"),
             "did you mean 'weight_rounding'",
         ),
+        (lambda load, params: simpletuner_words(load, params, "bighorn-cam"), "must be bighorn-came.*'bighorn-cam'"),
         (lambda load, params: of_sd_scripts(load, params, {"cautions": True}), "did you mean 'cautious'"),
         (
             lambda load, params: of_sd_scripts(load, params, {}, gradient_accumulation_steps=2),
@@ -308,7 +321,12 @@ def test_wrong_words_end_with_one_message(make: Any, message: str, trainers: Any
         ("library/train_util.py", "def make_optimizer(args): ...", "function get_optimizer"),
         ("toolkit/optimizer.py", "def get_optimizer(config): ...", "argument 'params' of get_optimizer"),
         ("modules/util/optimizer/CAME.py", "def CAME(params, lr): ...", "argument 'eps' of CAME"),
-        ("simpletuner/helpers/training/optimizer_param.py", "", "function optimizer_choices"),
+        ("simpletuner/helpers/training/optimizer_param.py", "", "function optimizer_parameters"),
+        (
+            "simpletuner/helpers/training/optimizer_param.py",
+            "def optimizer_parameters(optimizer, args): ...",
+            "function optimizer_choices",
+        ),
     ],
 )
 def test_another_version_of_a_trainer_is_named(
@@ -324,7 +342,7 @@ def test_another_version_of_a_trainer_is_named(
 def test_a_module_that_was_imported_before_is_changed_too() -> None:
     program = "import sys; sys.path.insert(0, '.'); import pytorch_optimizer, bighorn.integrations.diffusion; "
     program += "print(pytorch_optimizer.BighornCame.__name__, pytorch_optimizer.BighornLamb.__name__)"
-    assert launched("-c", program, files=("pytorch_optimizer/__init__.py",)) == "Came Lamb\n"
+    assert launched("-c", program, files=("pytorch_optimizer/__init__.py",)) == "came Lamb\n"
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -332,13 +350,14 @@ def test_a_module_that_was_imported_before_is_changed_too() -> None:
 SCRIPT = """
 import multiprocessing, pickle, sys
 import beside
-class Config: ...
+class Config:
+    steps: int = 3
 def in_a_child(config):
     assert type(config) is Config
     from modules.util.optimizer.CAME import CAME
     print("child", CAME.__module__, flush=True)
 if __name__ == "__main__":
-    print(beside.NAME, sys.argv, __file__)
+    print(beside.NAME, sys.argv, __file__, Config.__annotations__)
     from modules.util.optimizer.CAME import CAME
     print("parent", CAME.__module__, flush=True)
     child = multiprocessing.get_context("spawn").Process(target=in_a_child, args=(Config(),))
@@ -376,7 +395,7 @@ def test_a_script_and_its_children_run_as_under_python(first: tuple[str, ...]) -
     Path("trainer/train.py").write_text(SCRIPT)
     arguments = ["trainer/train.py", *first, "--config", "x.json"]
     assert launched(*LAUNCH, *first, *(word for word in arguments if word not in first)) == (
-        f"beside {arguments} trainer/train.py\n"
+        f"beside {arguments} {Path('trainer/train.py').absolute()} {{'steps': <class 'int'>}}\n"
         "parent bighorn.integrations.diffusion\nchild bighorn.integrations.diffusion\n"
     )
 

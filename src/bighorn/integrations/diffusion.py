@@ -2,11 +2,12 @@
 
 The command is `python -m bighorn.integrations.diffusion sdxl_train.py --optimizer_type bighorn.Came ...`. It changes
 modules of sd-scripts, musubi-tuner, OneTrainer, SimpleTuner, ai-toolkit and diffusion-pipe when the script imports
-them. docs/diffusion.md has the line for each trainer.
+them. docs/with-diffusion.md has the line for each trainer.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import runpy
@@ -103,8 +104,17 @@ def _onetrainer(name: str, module: ModuleType) -> None:
         if "min_8bit_size" in options:
             options["min_8bit_size"] += 1  # theirs is the largest size without 8 bits
         rounding = "stochastic" if stochastic_rounding else "nearest"
-        preset: Any = "came-pytorch" if name == "CAME" else "came8bit"
-        return Came.like(preset, params, weight_rounding=rounding, cautious=bool(use_cautious), **options)
+        own = {"weight_rounding": rounding, "cautious": bool(use_cautious)}
+        if name == "CAME8bit":
+            return Came.like("came8bit", params, **own, **options)
+        optimizer = Came.like("came-pytorch", params, **own, **options)
+
+        def keep(loaded: Any) -> None:
+            for group in loaded.param_groups:
+                group.update(own)
+
+        optimizer.register_load_state_dict_post_hook(keep)  # checkpoints of their CAME do not have these two
+        return optimizer
 
     setattr(module, name, make)
 
@@ -131,8 +141,16 @@ def _ai_toolkit(module: ModuleType) -> None:
 
 def _simpletuner(module: ModuleType) -> None:
     """Add our optimizers to SimpleTuner's. Its models are in bfloat16, which loses small steps without a rounding."""
+    theirs = _read(module, "optimizer_parameters", "optimizer", "args")
     if not isinstance(getattr(module, "optimizer_choices", None), dict):
         _read(module, "optimizer_choices")
+
+    def optimizer_parameters(optimizer: str, args: Any) -> Any:
+        if optimizer not in module.optimizer_choices and optimizer.lower().startswith("bighorn"):
+            raise ValueError(f"optimizer must be bighorn-came, bighorn-lamb or bighorn-lars, not {optimizer!r}")
+        return theirs(optimizer, args)
+
+    module.optimizer_parameters = optimizer_parameters  # type: ignore[attr-defined]
     settings = {"weight_rounding": "stochastic"}
     module.optimizer_choices.update(
         {
@@ -144,7 +162,7 @@ def _simpletuner(module: ModuleType) -> None:
 
 def _pytorch_optimizer(module: ModuleType) -> None:
     """Add our optimizers to the package in which diffusion-pipe and others look for theirs."""
-    vars(module).update(BighornCame=Came, BighornLamb=Lamb, BighornLars=Lars)
+    vars(module).update({f"Bighorn{name.capitalize()}": make for name, make in OPTIMIZERS.items()})
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
@@ -205,14 +223,13 @@ def main(arguments: list[str]) -> None:
     sys.path[0], os.environ[SCRIPT] = str(path.parent), str(path)
     script = ModuleType("__main__")
     # With this spec, processes that the script spawns execute this file before the script.
-    script.__file__, script.__spec__ = arguments[0], sys.modules["__main__"].__spec__
+    script.__file__, script.__spec__ = str(Path(arguments[0]).absolute()), sys.modules["__main__"].__spec__
     sys.modules["__main__"] = script
-    exec(compile(path.read_bytes(), arguments[0], "exec"), vars(script))
+    exec(compile(path.read_bytes(), script.__file__, "exec", dont_inherit=True), vars(script))
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second in a process that a script has spawned
-    from bighorn.integrations import diffusion
-
+    diffusion = importlib.import_module("bighorn.integrations.diffusion")
     if __name__ == "__main__":
         diffusion.main(sys.argv[1:])
     else:

@@ -40,9 +40,9 @@ from bighorn.optim.checkpointing import (
 from bighorn.optim.copied_defaults import remember, without_copied
 from bighorn.optim.entries import Indices, check_backend, entries_of, parameters
 from bighorn.optim.entry import Entry
+from bighorn.optim.group_records import Gone, GroupRecord, adopted
 from bighorn.optim.plan_cache import PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
-from bighorn.optim.replaced_params import GivenParams, adopted, replaced
 from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
@@ -53,7 +53,6 @@ from bighorn.optim.step_options import (
     ScheduleStep,
     attach_all,
     attach_schedules,
-    other_groups,
     refuse_unread,
     value_at,
 )
@@ -109,20 +108,21 @@ class KernelOptimizer(Reports):
 
     _settings: Settings
     _default_schedules: dict[str, Any]
+    _records: list[GroupRecord]
+    """A record for each group, also while a framework has left only some of them in `param_groups`."""
+    _gone: Gone
+    _groups: list[Group]
+    """The groups of the records."""
     _scheduled: list[ScheduledOptions]
-    """The scheduled options of each group."""
-    _guard: OptionGuard
-    _plans: PlanCache
+    """The scheduled options of each record."""
     _flat: list[FlatParams | None]
-    """The parameters in the flat tensors of each group; None for a group of parameters."""
-    _given: list[GivenParams]
-    """The parameters of each group when it was added, to notice that a framework has replaced them."""
+    """The parameters in the flat tensors of each record."""
+    _ids: tuple[list[int], list[int]] = ([], [])
+    """The `id`s of the groups and of their parameters at the last step."""
     _name_of: dict[int, str]
     """The names of these parameters, by their `id`."""
-    _firsts: list[int]
-    """The first parameter of each group at the last step, by its `id`."""
-    _groups: list[Group]
-    """All groups, also while a framework has left only some of them in `param_groups`."""
+    _guard: OptionGuard
+    _plans: PlanCache
     _lock: threading.Lock
     """Held during a step."""
     _owner: int | None = None
@@ -156,9 +156,9 @@ class KernelOptimizer(Reports):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
         params = param_groups.in_lists(listed(params))
         self._settings = Settings.of(arguments, params)
-        self._scheduled, self._flat, self._given, self._firsts, self._name_of = [], [], [], [], {}
-        self._is_share = partial
+        self._is_share, self._name_of, self._gone = partial, {}, {}
         self._forget()
+        self._keep_records([])
         if not params:
             raise ValueError("params is empty: pass model.named_parameters() of a model that has some, each time anew")
         checked = checks.checked(self.algorithm.options, {**arguments, **self.algorithm.group_only})
@@ -208,26 +208,26 @@ class KernelOptimizer(Reports):
             ValueError: A value out of range, an option of the whole optimizer, or a parameter that cannot be optimized
                 here.
         """
+        record = self._joined(param_group, len(self.param_groups))
+        super().add_param_group(record.group)
+        self._add_record(record)
+        self._agreed = False
+        self._forget_plans()
+
+    def _joined(self, param_group: dict[str, Any], index: int) -> GroupRecord:
+        """Return the record of a group that is to be added at this index, with every option, and names and tensors."""
         defaults = {**self.defaults, **self._default_schedules}
         param_group, layout = flat_tensors.split_layout(param_group)
         settings = self._settings if layout is None else self._settings.without_exclusions()
         group, tensors = param_groups.joining(
-            param_group, self.param_groups, defaults, self.algorithm, settings, self._prefix
+            param_group, self._groups, defaults, self.algorithm, settings, self._prefix
         )
-        flat = flat_tensors.joining(layout, group, tensors, len(self.param_groups), self.algorithm)
-        scheduled: ScheduledOptions = {}
-        attach_schedules(group, scheduled)
+        flat = flat_tensors.joining(layout, group, tensors, index, self.algorithm)
+        record = GroupRecord(group, flat=flat, given=tensors)
+        attach_schedules(group, record.scheduled)
         if self._settings.backend != "auto":
-            check_backend(group, len(self.param_groups), tensors, self.algorithm, settings)
-        super().add_param_group(group)
-        self._agreed = False
-        self._scheduled.append(scheduled)
-        self._flat.append(flat)
-        self._given.append(list(group["params"]))
-        self._name_of |= param_groups.names_by_id(group)
-        self._groups = self.param_groups
-        self._firsts = self._first_ids()
-        self._forget_plans()
+            check_backend(group, index, tensors, self.algorithm, settings)
+        return record
 
     # ---- the step -----------------------------------------------------------------------------------------
 
@@ -316,7 +316,10 @@ class KernelOptimizer(Reports):
             return
         if (reason := self.whole_step_reason()) is not None:
             raise ValueError(f"no parameter can be stepped ahead of the others: {reason}")
-        begun, indices = self._begun, self._indices() if self._begun is None else self._begun.indices
+        begun = self._begun
+        if begun is None:
+            self._present_params()
+        indices = self._indices() if begun is None else begun.indices
         label = check_step_param(param, indices, begun, self.param_groups)
         if (ranks := sharding.ranks_of(param)) is not None:
             ranks.check_same([f"{label} to step next"], GIVE_GRADIENTS)
@@ -399,7 +402,7 @@ class KernelOptimizer(Reports):
                 "a gradient scaler has scaled the gradients that parameters were stepped with inside backward, before "
                 "it could unscale them: go back to a checkpoint, and train without it (bfloat16 needs none)"
             )
-        settings, params = self._settings, self._params(self.param_groups)
+        settings, params = self._settings, self._present_params()
         if torch._C._current_graph_task_id() != -1:
             settings.refuse_in_backward()
         if begun is not None and begun.closed:
@@ -446,7 +449,7 @@ class KernelOptimizer(Reports):
             skipped = (~mask).long()
             self._skipped = skipped if self._skipped is None else self._skipped.to(skipped.device) + skipped
         earlier = [] if begun is None else begun.earlier_plans()
-        if self.param_groups is not self._groups:  # the plans of the other groups' last steps stay
+        if len(self.param_groups) < len(self._groups):  # the plans of the other groups' last steps stay
             stepped_now = {variant.group for plan in plans for variant in plan.variants()}
             earlier = [plan for plan in self._last if stepped_now.isdisjoint(v.group for v in plan.variants())]
         self._last = tuple([plan for plan in earlier + plans if plan.buckets]) or self._last
@@ -454,45 +457,69 @@ class KernelOptimizer(Reports):
 
     # ---- the parts of a step ------------------------------------------------------------------------------
 
-    def _first_ids(self) -> list[int]:
-        return [id(group["params"][0]) if group["params"] else 0 for group in self._groups]
+    def _present_params(self) -> list[Tensor]:
+        """Return the parameters in `param_groups`, after what a program has changed there was adopted."""
+        groups, (ids_of_groups, ids_of_params) = self.param_groups, self._ids
+        if list(map(id, groups)) == ids_of_groups:
+            params = self._params(groups)
+            if list(map(id, params)) == ids_of_params:
+                return params
+        records = adopted(groups, self._records, self._gone, self._put_there, self.algorithm)
+        if list(map(id, records)) != list(map(id, self._records)):
+            self._keep_records(records)
+        return self._params(groups)
 
-    def _notice_replaced(self) -> None:
-        """Adopt the parameters that a framework has put into the groups since the last step, if there are any."""
-        if self.param_groups is not self._groups and len(self.param_groups) == len(self._scheduled):
-            self._groups = self.param_groups
-        firsts = self._first_ids()
-        if firsts == self._firsts or len(firsts) != len(self._firsts):
-            return
-        flat, given = list(self._flat), list(self._given)
-        for index, group in enumerate(self._groups):
-            if replaced(group, given[index]):
-                flat[index] = adopted(group, index, self._given, self.algorithm)
-                given[index] = list(group["params"]) if flat[index] is None else given[index]
-        self._flat, self._given, self._firsts, self._agreed = flat, given, firsts, False
-        self._forget_plans()
+    def _put_there(self, group: Group, index: int) -> GroupRecord:
+        """Return the record of a dict that a program has put into `param_groups`, as if it had been added."""
+        with checks.about(f"param_groups[{index}]"):
+            record = self._joined(group, index)
+        group.update(record.group)
+        record.group = group
+        return record
+
+    def _keep_records(self, records: list[GroupRecord]) -> None:
+        """Set the records of all groups, and forget what depends on them."""
+        param_groups.follow_names([record.group for record in records], self._name_of)
+        self._records, self._groups, self._scheduled, self._flat = [], [], [], []
+        self._ids, self._name_of = ([], []), {}
+        for record in records:
+            self._add_record(record)
+        self._guard, self._agreed = OptionGuard(), False  # a new guard makes new plans
+
+    def _add_record(self, record: GroupRecord) -> None:
+        self._records.append(record)
+        self._groups.append(record.group)
+        self._scheduled.append(record.scheduled)
+        self._flat.append(record.flat)
+        self._name_of |= param_groups.names_by_id(record.group)
+        ids_of_groups, ids_of_params = self._ids
+        ids_of_groups.append(id(record.group))
+        ids_of_params.extend(map(id, record.group["params"]))
+
+    def _present_records(self) -> list[GroupRecord]:
+        """Return the record of each group in `param_groups`; an empty one for a dict that has none yet."""
+        record_of = {id(record.group): record for record in self._records}
+        return [record_of.get(id(group)) or GroupRecord(group) for group in self.param_groups]
 
     def _some_groups(self) -> Sequence[int]:
-        """Return the indices of the groups that a framework has left in `param_groups`, which are all of most."""
-        if self.param_groups is self._groups:
+        """Return the indices of the groups that DeepSpeed has left in `param_groups`, which are all of most."""
+        if len(self.param_groups) == len(self._groups):
             return range(len(self._groups))
         index_of = {id(group): index for index, group in enumerate(self._groups)}
-        present = [index_of.get(id(group), -1) for group in self.param_groups]
-        if -1 in present:
-            raise ValueError(other_groups(self.param_groups, self._scheduled))
-        if (option := self._settings.all_grads_option) is not None:
+        present = [index_of[id(group)] for group in self.param_groups]
+        count = sum(bool(group["params"]) for group in self._groups)
+        if (option := self._settings.all_grads_option) is not None and len(present) < count:
             raise ValueError(
-                f"{option} uses all gradients, and this step is of {len(present)} of {len(self._groups)} groups, as "
-                "DeepSpeed's ZeRO steps them: leave it out, and set gradient_clipping in DeepSpeed's configuration, "
-                "whose loss scaler skips overflows as well"
+                f"{option} uses all gradients, and this step is of {len(present)} of {count} groups, as DeepSpeed's "
+                "ZeRO steps them: leave it out, and set gradient_clipping in DeepSpeed's configuration, whose loss "
+                "scaler skips overflows as well"
             )
         return present
 
     def _begin(self) -> ScheduleStep:
         """Resolve the options of a step, including values that were written into groups since the last one."""
-        self._notice_replaced()
         groups, scheduled = self._groups, self._scheduled
-        if self.param_groups is not groups:
+        if len(self.param_groups) < len(groups):
             scheduled = [scheduled[index] for index in self._some_groups()]
         attach_all(groups, self._scheduled, self.defaults, self.algorithm)
         schedule = ScheduleStep(self.param_groups, scheduled)
@@ -533,8 +560,6 @@ class KernelOptimizer(Reports):
         built: list[tuple[StepParams, StepPlan, dict[Tensor, Any]]] = []
         schedule = schedule or self._begin()
         groups = self._groups
-        if not begun and (parts is not None or indices is not None):
-            self._follow_names(self._plans.begin_parts(self._params(self.param_groups)))
         try:
             if self._presence is not None and indices is None:  # all gradients are there
                 self._presence.check(self.param_groups)
@@ -544,7 +569,6 @@ class KernelOptimizer(Reports):
             for mine in divided:
                 plan = self._plans.find(mine, groups, self.state)
                 if plan is None:
-                    self._follow_names(parts is None and indices is None)
                     mine, plan, states = self._new_plan(mine, indices or self._indices())
                     built.append((mine, plan, states))
                 elif plan.options_version != self._guard.version:
@@ -567,11 +591,6 @@ class KernelOptimizer(Reports):
             parts_of_a_step = max(len(divided), len(indices or ()), len(groups) - len(self.param_groups) + 1)
             self._plans.keep(plan, mine, groups, self.state, parts=parts_of_a_step)
         return schedule, plans, fresh
-
-    def _follow_names(self, changed: bool) -> None:
-        """Let names follow parameters that a program may have put in another order."""
-        if changed and param_groups.follow_names(self._groups, self._name_of):
-            self._forget_plans()
 
     def _at_rest(self) -> bool:
         """Whether all learning rates are 0."""
@@ -615,7 +634,8 @@ class KernelOptimizer(Reports):
         return {id(param): (index, position) for index, position, param in parameters(self._groups)}
 
     def _entries(self, groups: list[Group]) -> Iterator[Entry]:
-        return entries_of(parameters(groups), groups, self._flat, self.algorithm, self._settings)
+        flat = self._flat if groups is self._groups else [record.flat for record in self._present_records()]
+        return entries_of(parameters(groups), groups, flat, self.algorithm, self._settings)
 
     def _forget(self) -> None:
         self._guard, self._begun, self._lock = OptionGuard(), None, threading.Lock()
@@ -638,8 +658,9 @@ class KernelOptimizer(Reports):
 
     def __getstate__(self) -> dict[str, Any]:
         # The groups hold the names; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_scheduled", "_default_schedules", "_flat", "_prefix")}
-        return {**super().__getstate__(), **own, "_settings": replace(self._settings, names=None)}
+        own = {name: self.__dict__[name] for name in ("_default_schedules", "_prefix")}
+        each = [(record.scheduled, record.flat) for record in self._present_records()]
+        return {**super().__getstate__(), **own, "_each": each, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. Each state tensor keeps the dtype that is declared for it.
@@ -660,7 +681,7 @@ class KernelOptimizer(Reports):
         """
         if self._lock.locked():
             raise RuntimeError("load_state_dict() was called while a step is running: call it before or after the step")
-        self._notice_replaced()
+        self._present_params()
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
         state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
@@ -680,19 +701,18 @@ class KernelOptimizer(Reports):
             param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"))
             for i, group in enumerate(state["param_groups"])
         ]
-        flat = state["_flat"] if "_flat" in state else self._flat  # noqa: SIM401 - a copy has none yet
-        states = loaded_states(groups, flat, state["state"], self.algorithm)
+        copied = state.pop("_each", None)
+        old = self._present_records() if copied is None else [GroupRecord({}, *each) for each in copied]
+        states = loaded_states(groups, [record.flat for record in old], state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups
-        self._groups = self.param_groups
-        if "_given" not in mine:  # a copy
-            self._given, self._firsts = [list(group["params"]) for group in self.param_groups], self._first_ids()
-            self._name_of = {i: name for group in groups for i, name in param_groups.names_by_id(group).items()}
-        for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
-            for name, option in scheduled.items():
-                option.written = option.left = group[name]
-        self._skipped = None
+        self._skipped, self._name_of, self._gone = None, {}, {}
         self._forget()
+        for record, group in zip(old, groups, strict=True):
+            record.group, record.given = group, record.given or [*group["params"]]
+            for name, option in record.scheduled.items():
+                option.written = option.left = group[name]
+        self._keep_records(old if copied is not None else self._records)
 
 
 def _options_of_others() -> dict[str, tuple[str, ...]]:

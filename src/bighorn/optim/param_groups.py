@@ -101,14 +101,12 @@ def names_by_id(group: Group) -> dict[int, str]:
     return dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
 
 
-def follow_names(groups: list[Group], name_of: dict[int, str]) -> bool:
-    """Move the names in groups whose parameters a program has put in another order; return whether there are any."""
-    moved = False
-    for group in [group for group in groups if name_of and "param_names" in group]:
+def follow_names(groups: list[Group], name_of: dict[int, str]) -> None:
+    """Let names follow parameters that a program has put into another order or group."""
+    for group in groups if name_of else ():
         names = list(map(name_of.get, map(id, group["params"])))
-        if names != group["param_names"] and {*names} == {*group["param_names"]}:
-            group["param_names"], moved = names, True
-    return moved
+        if None not in names and names != group.get("param_names"):
+            group["param_names"] = names
 
 
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:

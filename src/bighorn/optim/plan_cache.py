@@ -113,19 +113,6 @@ class PlanCache:
     """The plans that an optimizer has prepared, by their parameters."""
 
     _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
-    _order: tuple[int, ...] = ()
-    """All parameters at the last step in parts, by their `id`."""
-
-    def begin_parts(self, params: list[Tensor]) -> bool:
-        """Drop all plans if the optimizer's parameters have other places now, which a part's parameters do not show.
-
-        Return whether they have.
-        """
-        order, before = tuple(map(id, params)), self._order
-        self._order = order
-        if order != before:
-            self._plans.clear()
-        return order != before
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
         """Return the plan of these parameters, bound to this step's gradients, if its guards hold or can be renewed."""

@@ -21,6 +21,7 @@ from bighorn.distributed.sharding import local
 from bighorn.kernels import codec
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.entry import Entry
+from bighorn.optim.group_records import GroupRecord
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import STEP_BYTES, local_view, real_view, same_layout
 from bighorn.optim.step_options import OptionGuard, ScheduledOptions, attach_all
@@ -61,9 +62,12 @@ class Reports(Optimizer):
 
     algorithm: ClassVar[Algorithm[Any]]
     _settings: Settings
-    _scheduled: list[ScheduledOptions]
     _last: tuple[StepPlan, ...]
     _skipped: Tensor | None
+
+    @abstractmethod
+    def _present_records(self) -> list[GroupRecord]:
+        """Return the record of each group in `param_groups`."""
 
     @abstractmethod
     def _entries(self, groups: list[Group]) -> Iterator[Entry]:
@@ -155,7 +159,8 @@ class Reports(Optimizer):
 
     def __repr__(self) -> str:
         """The options that are not the constructor's defaults."""
-        return _written(type(self), self.param_groups, self._scheduled, self._settings)
+        scheduled = [record.scheduled for record in self._present_records()]
+        return _written(type(self), self.param_groups, scheduled, self._settings)
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
@@ -169,7 +174,8 @@ class Reports(Optimizer):
             ValueError: The requested backend does not serve a tensor, for which `step` raises too.
         """
         # A report changes none.
-        groups, scheduled = list(map(dict, self.param_groups)), list(map(dict, self._scheduled))
+        groups = list(map(dict, self.param_groups))
+        scheduled = [dict(record.scheduled) for record in self._present_records()]
         attach_all(groups, scheduled, self.defaults, self.algorithm)
         OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
         entries = list(self._entries(groups))

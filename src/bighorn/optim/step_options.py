@@ -190,20 +190,10 @@ def _same(values: tuple[object, ...], old: tuple[object, ...] | None) -> bool:
         return False
 
 
-def other_groups(groups: list[Group], scheduled: list[ScheduledOptions]) -> str:
-    """The error for groups that were not added."""
-    return (
-        f"param_groups has {len(groups)} groups, where {len(scheduled)} were added: add groups with "
-        "add_param_group(), and make a new optimizer to do without some"
-    )
-
-
 def attach_all(
     groups: list[Group], scheduled: list[ScheduledOptions], defaults: Group, algorithm: Algorithm[Any]
 ) -> None:
     """Attach the schedules that a program has written into groups."""
-    if len(groups) != len(scheduled):
-        raise ValueError(other_groups(groups, scheduled))
     for index, (group, own) in enumerate(zip(groups, scheduled, strict=True)):
         values = [group.setdefault(name, defaults.get(name)) for name in SCHEDULED]
         if not all(isinstance(v, (float, int)) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):

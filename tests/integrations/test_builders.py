@@ -5,10 +5,7 @@ The table of docs/trainers.md lists the files of each that run here, with their 
 
 from __future__ import annotations
 
-import ast
 import inspect
-import re
-import shlex
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -543,22 +540,3 @@ def test_trainers_that_are_transformers_trainer(module: str, name: str) -> None:
 
 
 # ---- not installable: the parsers of lines in docs/trainers.md ------------------------------------------------------
-
-
-def test_values_that_kohyas_parser_reads() -> None:
-    """sd-scripts' library/train_util.py and musubi-tuner's hv_train_network.py read `key=value` by `literal_eval`."""
-    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
-    (line,) = re.findall(r"--optimizer_args (.*?)\n```", text, re.DOTALL)
-    options = {}
-    for argument in shlex.split(line.replace("\\\n", " ")):
-        key, value = argument.split("=")
-        options[key] = ast.literal_eval(value)
-    assert options["state_dtype"] == "int8"
-    params = [nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)), nn.Parameter(torch.ones(5, dtype=torch.bfloat16))]
-    optimizer = Came([{"params": params, "lr": 0.01}], lr=0.01, **options)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert optimizer.state[params[0]]["exp_avg"].dtype is torch.int8
-    with pytest.raises(ValueError, match="malformed"):
-        ast.literal_eval("int8")  # without the inner quotes

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -451,6 +453,18 @@ ANSWERED = {
     "use_quantized_buffers=True quantized_buffers_dtype='uint8'": 'use state_dtype="int8"',
     "weight_decouple=True weight_decay=0.01": "'weight_decouple'.*leave it out",
 }
+
+
+def test_the_line_on_the_page_is_read_by_literal_eval() -> None:
+    """sd-scripts' library/train_util.py and musubi-tuner's trainer_base.py read it so; a word needs quotes inside."""
+    text = (Path(__file__).parents[2] / "docs" / "with-diffusion.md").read_text()
+    for line in re.findall(r"--optimizer_args (.*?)\n(?:\n|```)", text, re.DOTALL):
+        options = as_typed(" ".join(shlex.split(line.replace("\\\n", " "))))
+        optimizer = Came(parameters("bfloat16"), lr=0.01, **options)
+        assert optimizer.defaults["bias_correction"] is True
+    assert (options["state_dtype"], options["weight_rounding"]) == ("int8", "stochastic")
+    with pytest.raises(ValueError, match="malformed"):
+        ast.literal_eval("int8")
 
 
 def as_typed(words: str) -> dict[str, Any]:

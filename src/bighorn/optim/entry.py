@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatGroup
 from bighorn.distributed.sharding import Layout, ShardedDims
 from bighorn.kernels.bucket import Shard
@@ -50,9 +52,11 @@ class Entry:
     index: int = -1
     """The index of `param` in the plan, as are all fields from here on."""
     view: Tensor = field(init=False)
-    """This rank's shard of the parameter, as a real tensor in the same memory."""
+    """This rank's shard of the parameter, as a real tensor in the same memory; only while the plan is filled."""
     dense: Tensor = field(init=False)
-    """The tensor that kernels use: `view`, or a dense copy of it."""
+    """The tensor that kernels use: `view`, or a dense copy of it, which is kept."""
+    copied: bool = False
+    """Whether `dense` is a copy."""
     step: Tensor = field(init=False)
     counts: bool = True
     """Whether this entry counts the step; the parameters in a flat tensor share a step count."""
@@ -91,6 +95,11 @@ class Entry:
         """Return the parameter's parts of the state of a flat tensor; any other state unchanged."""
         return {name: part.of(state[name]) for name, part in self.state_parts.items()} if self.fragment else {**state}
 
+    def moments(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a state, of this rank's shard, as kernels use them."""
+        moments = self.state_part({name: sharding.local(state[name]) for name in self.spec})
+        return _transposed(moments) if self.turned else moments
+
     def turns(self, view: Tensor) -> bool:
         """Whether kernels step the transpose of the parameter."""
         return self.symmetric and not view.is_contiguous() and view.mT.is_contiguous()
@@ -108,36 +117,34 @@ class Entry:
             ValueError: Elements of the parameter share memory, or its memory was freed.
         """
         view = self.local()
-        self.view = self.dense = view
         if not self.fits_kernels(view):
             refuse_freed(view, self.label)
             if overlaps(view):
                 raise ValueError(f"{self.label} has elements that share memory (an expanded tensor): clone() it first")
-            self.dense = view.clone(memory_format=torch.contiguous_format)
-        like, self.turned = self.dense, self.turns(view)
+            self.dense, self.copied = view.clone(memory_format=torch.contiguous_format), True
+        else:
+            self.dense, self.turned = view, self.turns(view)
+        like = self.dense
         if self.turned:
-            self.view = self.dense = view.detach().mT
+            view = self.dense = view.detach().mT
+        self.view = view
         return self.param if self.fragment else like
 
-    def move(self, shard: Tensor) -> bool:
-        """Use the present memory of this rank's shard of `param`; return whether kernels have to."""
+    def take(self, shard: Tensor) -> None:
+        """Set `view` and `dense` from this rank's shard of `param`."""
         view = self.part(real_view(shard))
-        view, in_place = view.detach().mT if self.turned else view, self.dense is self.view
-        # After p.data = ..., the tensor is the same one, but slices of it are in the old memory.
-        moved = in_place and (view is not self.view or self.stacked)
-        self.view = view
-        if moved:
-            self.dense = view
-        return moved
+        self.view = view.detach().mT if self.turned else view
+        if not self.copied:
+            self.dense = self.view
 
     def copy_in(self) -> None:
         """Copy the parameter to its dense copy, if it has one."""
-        if self.dense is not self.view:
+        if self.copied:
             copy(self.dense, self.view)
 
     def copy_out(self) -> None:
         """Copy the dense copy, if there is one, to the parameter."""
-        if self.dense is not self.view:
+        if self.copied:
             copy(self.view, self.dense)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -164,7 +171,7 @@ class Entry:
     def direct(self) -> bool:
         """Whether the gradient is the row, and the parameter needs no copy."""
         converted = self.views or self.copy_dtype is not None or self.variant.centres
-        return not (converted or self.stacked) and self.dense is self.view
+        return not (converted or self.stacked or self.copied)
 
     def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the rows of a gradient."""
@@ -226,6 +233,19 @@ class Entry:
             return [self.shard] if self.shard else []
         first = self.shard.offset[0]
         return [self.shard.of_slice(first <= i < first + self.shard.size[0]) for i in range(self.shard.shape[0])]
+
+
+EXCHANGED = {
+    f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
+    for of in ("sq", "res")
+    for line, other in (("row", "col"), ("col", "row"))
+}
+"""The names of a matrix's averages by their names in its transpose."""
+
+
+def _transposed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of the transpose of a parameter, in the same memory."""
+    return {name: state[EXCHANGED[name]] if name in EXCHANGED else tensor.mT for name, tensor in state.items()}
 
 
 def real(grad: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ Join = Callable[[Group, int], GroupRecord]
 def adopted(
     groups: list[Group], records: Sequence[GroupRecord], gone: Gone, join: Join, algorithm: Algorithm[Any]
 ) -> list[GroupRecord]:
-    """Return the records of the groups that a program has left, and of those that it has put, in `param_groups`.
+    """Return the records of the groups in `param_groups`, old and new ones.
 
     A dict that is gone takes its record along, unless DeepSpeed has taken it away for a step; `gone` keeps its
     schedules, and no parameters. A copy of a dict, with one of its parameters, gets a copy of its record.

@@ -479,7 +479,8 @@ class KernelOptimizer(Reports):
 
     def _keep_records(self, records: list[GroupRecord]) -> None:
         """Set the records of all groups, and forget what depends on them."""
-        param_groups.follow_names([record.group for record in records], self._name_of)
+        if self._name_of:
+            param_groups.follow_names([record.group for record in records], self._name_of)
         self._records, self._groups, self._scheduled, self._flat = [], [], [], []
         self._ids, self._name_of = ([], []), {}
         for record in records:
@@ -491,10 +492,11 @@ class KernelOptimizer(Reports):
         self._groups.append(record.group)
         self._scheduled.append(record.scheduled)
         self._flat.append(record.flat)
-        self._name_of |= param_groups.names_by_id(record.group)
         ids_of_groups, ids_of_params = self._ids
         ids_of_groups.append(id(record.group))
-        ids_of_params.extend(map(id, record.group["params"]))
+        ids = list(map(id, record.group["params"]))
+        ids_of_params += ids
+        self._name_of.update(zip(ids, record.group.get("param_names", ()), strict=False))
 
     def _present_records(self) -> list[GroupRecord]:
         """Return the record of each group in `param_groups`; an empty one for a dict that has none yet."""
@@ -617,7 +619,9 @@ class KernelOptimizer(Reports):
         grads, version, backend = expected(mine.params, mine.grads), self._guard.version, self._settings.backend
         plan, states = plan_builder.build(mine.params, grads, entries, options, version, self._init_state, backend)
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)
-        return plan, dict(zip(mine.params, states, strict=True))
+        state_of = dict(zip(mine.params, states, strict=True))
+        plan.note_written(mine.params, mine.present, state_of)
+        return plan, state_of
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
         return {variant: self.algorithm.kernel_options(self._groups[variant.group], variant) for variant in variants}
@@ -694,15 +698,14 @@ class KernelOptimizer(Reports):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check and set a state, and drop the plans; load_state_dict, deepcopy and unpickling call this."""
-        mine = self.__dict__  # empty while unpickling
+        mine, copied = self.__dict__, state.pop("_each", None)  # empty while unpickling; None in load_state_dict
+        old = self._present_records() if copied is None else [GroupRecord({}, *each) for each in copied]
         defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not exist yet
         current = mine.get("param_groups", state["param_groups"])
         groups = [
             param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"))
             for i, group in enumerate(state["param_groups"])
         ]
-        copied = state.pop("_each", None)
-        old = self._present_records() if copied is None else [GroupRecord({}, *each) for each in copied]
         states = loaded_states(groups, [record.flat for record in old], state["state"], self.algorithm)
         super().__setstate__({**state, "state": states, "param_groups": groups})
         self.defaults.pop("differentiable", None)  # torch adds this key here, and would add it to later groups

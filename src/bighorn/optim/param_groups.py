@@ -96,14 +96,9 @@ def names_in(group: Group) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, (list, tuple)) else []
 
 
-def names_by_id(group: Group) -> dict[int, str]:
-    """The names of the parameters of a group, by their `id`; none if they have no names."""
-    return dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
-
-
 def follow_names(groups: list[Group], name_of: dict[int, str]) -> None:
     """Let names follow parameters that a program has put into another order or group."""
-    for group in groups if name_of else ():
+    for group in groups:
         names = list(map(name_of.get, map(id, group["params"])))
         if None not in names and names != group.get("param_names"):
             group["param_names"] = names

@@ -30,13 +30,6 @@ Backends = dict[tuple[str, torch.device, ShardedDims | FlatGroup | None, bool], 
 InitState = Callable[[Entry, Tensor], State]
 """A function of an entry and the dense tensor that kernels will use for its parameter; it returns the state."""
 
-EXCHANGED = {
-    f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
-    for of in ("sq", "res")
-    for line, other in (("row", "col"), ("col", "row"))
-}
-"""The names of a matrix's averages by their names in its transpose."""
-
 
 def build(
     params: list[Tensor],
@@ -72,8 +65,6 @@ def build(
         builder.add(entry, here[entry.index])
     plan = builder.plan(here, options_version)
     states = [builder.states.get(index, {}) for index in range(len(params))]
-    for param, state in zip(params, states, strict=True):
-        plan.written.append([param, *(value for value in state.values() if isinstance(value, Tensor))])
     return plan, states
 
 
@@ -107,10 +98,8 @@ class PlanBuilder:
         entry.counts = entry.index not in self.states
         if entry.counts:
             self.states[entry.index] = self.init_state(entry, like)
-        state = self.states[entry.index]
-        entry.step = state["step"]
-        moments = entry.state_part({name: sharding.local(state[name]) for name in entry.spec})
-        return _turned(moments) if entry.turned else moments
+        entry.step = self.states[entry.index]["step"]
+        return entry.moments(self.states[entry.index])
 
     def _has_memory(self, entry: Entry, grad: Tensor, moments: State) -> bool:
         """Whether all tensors of an entry have memory of their own, as wrappers have not.
@@ -157,6 +146,7 @@ class PlanBuilder:
         for bucket_plan, label in self.wrappers:
             _try_on_copies(bucket_plan.bucket, label)
         self._add_kernels(plan)
+        plan.note_reads()
         return plan
 
     def _pick(self, entry: Entry, solid: bool) -> str:
@@ -266,8 +256,3 @@ def _check_grad(entry: Entry, grad: Tensor) -> None:
             f"parameter {tuple(param.shape)} and {param.dtype} on {param.device}: compute it anew, after zero_grad(), "
             "in a floating dtype of 16 bits or more"
         )
-
-
-def _turned(state: State) -> State:
-    """Return the state of the transpose of a parameter, in the same memory."""
-    return {name: state[EXCHANGED[name]] if name in EXCHANGED else tensor.mT for name, tensor in state.items()}

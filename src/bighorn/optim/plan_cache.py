@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -121,13 +122,19 @@ class PlanCache:
         if plan is None or guards is None:
             return None
         inputs = GuardInputs.of(mine, groups, state)
+        if mine.plain and all(mine.present):
+            plan.written = inputs.tensors
+        else:
+            plan.note_written(mine.params, mine.present, state)
         if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present)) is not None:
+            if plan.reads_tensors:
+                plan.fill(inputs.params, inputs.states)
             plan.bind(inputs.grads, mine.present, given)
             return plan
         del self._plans[key]
         if not guards.renewed(inputs):
             return None
-        plan.refresh(inputs.params, inputs.grads, mine.present)
+        plan.refresh(inputs.params, inputs.states, inputs.grads, mine.present)
         self._plans[key] = plan, guards
         return plan
 
@@ -151,8 +158,10 @@ class GuardInputs(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor | None]
     states: list[State]
+    tensors: list[Any]
+    """The parameters, and then their state, which may hold a user's entries, too."""
     addresses: list[int]
-    """The addresses of the parameters, and then of their state."""
+    """The addresses of these tensors."""
 
     @classmethod
     def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
@@ -166,9 +175,9 @@ class GuardInputs(NamedTuple):
             params = list(map(sharding.local, params))
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
             states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
-        kept = addresses(params, *map(dict.values, states))
+        tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
         sizes_and_names = [(len(group["params"]), group.get("param_names")) for group in groups]
-        return cls(sizes_and_names, layouts, params, grads, states, kept)
+        return cls(sizes_and_names, layouts, params, grads, states, tensors, addresses(tensors))
 
 
 class PlanGuards:
@@ -182,7 +191,11 @@ class PlanGuards:
         grads = [grad for grad in inputs.grads if grad is not None]
         groups = [(size, None if names is None else [*names]) for size, names in inputs.groups]
         self._groups_and_layouts = groups, inputs.layouts
-        self._alive = inputs.params, [list(state.values()) for state in inputs.states]  # so no address is reused
+        self._gone: list[Any] = []
+        """References to tensors that the program has let go since: their addresses may be others' now."""
+        # Parameters are not among them: torch.utils.swap_tensors refuses one with a reference (torch 2.13).
+        held = itertools.chain(inputs.params if inputs.layouts else (), *(each.values() for each in inputs.states))
+        self._held = [ref(each, self._gone.append) for each in held if isinstance(each, Tensor)]
         self._addresses = inputs.addresses
         self._params_alike = alike(inputs.params)
         self._grads_alike: Guard | None = alike(grads)
@@ -193,7 +206,8 @@ class PlanGuards:
     def hold(self, inputs: GuardInputs) -> bool:
         """Whether parameters and state are the same, of the same kinds, at the same addresses."""
         return (
-            self._groups_and_layouts == inputs[:2]
+            not self._gone
+            and self._groups_and_layouts == inputs[:2]
             and self._addresses == inputs.addresses
             and self._params_alike(inputs.params)
         )
@@ -218,7 +232,7 @@ class PlanGuards:
         If not, the plan is built anew, which raises errors about parameters and gradients.
         """
         count, grads = len(inputs.params), inputs.grads
-        if self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
+        if self._gone or self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
             return False
         if self._addresses[count:] != inputs.addresses[count:]:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -30,6 +30,8 @@ A sum of 2^18 squares of CAME's updates, which can be as large as the largest gr
 """
 
 
+State = dict[str, Any]
+
 PartCall = Callable[[int], None]
 """A function that is called with the index of a part of a step."""
 
@@ -43,6 +45,8 @@ class BucketPlan:
     entries: list[Entry] = field(default_factory=list)
     direct: bool = True
     """Whether parameters and gradients are used as they are, without slices or copies."""
+    placed: bool = True
+    """Whether the entries hold their parameters."""
     present: list[Entry] = field(default_factory=list)
     """The entries that take part in this step."""
     centred: list[Centred] = field(default_factory=list)
@@ -109,14 +113,40 @@ class BucketPlan:
         grads = [grad for grad in rows if grad is not None]
         return square_sums(grads, self.bucket.metrics.device).sum(dim=0)
 
-    def refresh(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
-        """Use the present memory of parameters, of which these are this rank's shards, and these kinds of gradients."""
+    def expect(self, grads: list[Tensor | None]) -> None:
+        """Prepare for these kinds of gradients."""
         for entry in self.entries:
-            if entry.move(shards[entry.index]):
-                self.bucket.params[entry.rows.start : entry.rows.stop] = entry.slices(entry.view)
             if (grad := grads[entry.index]) is not None:
                 entry.expect(grad)
         self.direct = all(entry.direct for entry in self.entries)
+
+    def fill(self, shards: list[Tensor], states: list[State]) -> None:
+        """Hold the parameters, of which these are this rank's shards, and their state."""
+        bucket = self.bucket
+        if self.direct:
+            bucket.params, mine = self.select(shards), self.select(states)
+            bucket.state = {name: [state[name] for state in mine] for name in bucket.state}
+            return
+        self.place(shards)
+        for entry in self.entries:
+            bucket.params += entry.slices(entry.dense)
+            for name, value in entry.moments(states[entry.index]).items():
+                bucket.state[name] += entry.slices(value)
+
+    def place(self, shards: list[Tensor]) -> None:
+        """Let the entries hold the parameters."""
+        for entry in self.entries:
+            entry.take(shards[entry.index])
+        self.placed = True
+
+    def let_go(self) -> None:
+        """Hold no parameter and no state, except step counts."""
+        self.bucket.params, self.bucket.state = [], {name: [] for name in self.bucket.state}
+        for entry in self.entries if self.placed else ():
+            del entry.view
+            if not entry.copied:
+                del entry.dense
+        self.placed = False
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
@@ -169,8 +199,12 @@ class StepPlan:
     """The rows of each parameter, counted through all buckets."""
     options_version: int
     """The version of the buckets' options."""
-    written: list[list[Tensor]] = field(default_factory=list)
-    """Each parameter, and the tensors of its state."""
+    reads_tensors: bool = True
+    """Whether kernels read the buckets' tensors at each step; others read the addresses of `refresh`."""
+    filled: bool = True
+    """Whether the buckets hold tensors. Between steps they do not, so that a program can free them."""
+    written: list[Any] = field(default_factory=list)
+    """The parameters of this step, and the entries of their state."""
     present: list[bool] = field(default_factory=list)
     """Whether each parameter takes part in this step."""
     stepped: list[bool] = field(default_factory=list)
@@ -188,13 +222,42 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.bind(grads, missing, addresses)
 
-    def refresh(self, shards: list[Tensor], grads: list[Tensor | None], present: list[bool]) -> None:
+    def refresh(
+        self, shards: list[Tensor], states: list[State], grads: list[Tensor | None], present: list[bool]
+    ) -> None:
         """Bind this step's gradients, after parameters moved or gradients changed their kinds."""
         for bucket_plan in self.buckets:
-            bucket_plan.refresh(shards, grads)
+            bucket_plan.place(shards)
+            bucket_plan.expect(grads)
+        self.fill(shards, states)
         self.bind(grads, present)
-        for launch in itertools.chain(self.kernels, *self.meshes.values()):
+        for launch in self.launches():
             launch.kernel.refresh()
+        self.note_reads()
+
+    def note_reads(self) -> None:
+        """Note whether a step reads tensors of the buckets."""
+        entries = [entry for bucket_plan in self.buckets for entry in bucket_plan.entries if not bucket_plan.direct]
+        self.reads_tensors = any(launch.kernel.reads_tensors for launch in self.launches()) or any(
+            entry.copied or entry.copy_dtype is not None or entry.variant.centres for entry in entries
+        )
+
+    def note_written(self, params: list[Tensor], present: list[bool], states: Mapping[Tensor, State]) -> None:
+        """Note the parameters that the step writes, and the entries of their state."""
+        params = list(itertools.compress(params, present))
+        self.written = [*params, *itertools.chain.from_iterable(states[param].values() for param in params)]
+
+    def fill(self, shards: list[Tensor], states: list[State]) -> None:
+        """Let the buckets hold the parameters, of which these are this rank's shards, and their state."""
+        for bucket_plan in self.buckets:
+            if self.filled:  # a step has raised
+                bucket_plan.let_go()
+            bucket_plan.fill(shards, states)
+        self.filled = True
+
+    def launches(self) -> Iterator[Launch]:
+        """All kernels."""
+        return itertools.chain(self.kernels, *self.meshes.values())
 
     def set_options(self, options: Mapping[Variant, Any], version: int) -> None:
         """Set options of which only numbers have changed."""
@@ -241,18 +304,14 @@ class StepPlan:
         """Release the gradients after the step, and report the written tensors to autograd."""
         for bucket_plan in self.buckets:
             bucket_plan.release()
-        self.stepped = self.present
+            if self.filled:
+                bucket_plan.let_go()
+        written, self.written, self.stepped, self.filled = self.written, [], self.present, False
         # Autograd may have saved these tensors; compiled kernels do not increment their version counters.
-        torch.autograd.graph.increment_version(
-            self.all_written
-            if all(self.present)
-            else list(itertools.chain.from_iterable(itertools.compress(self.written, self.present)))
-        )
-
-    @cached_property
-    def all_written(self) -> list[Tensor]:
-        """The tensors that a step of all parameters writes."""
-        return list(itertools.chain.from_iterable(self.written))
+        try:
+            torch.autograd.graph.increment_version(written)
+        except (AssertionError, RuntimeError, TypeError):  # a user's own entry in the state
+            torch.autograd.graph.increment_version([each for each in written if isinstance(each, Tensor)])
 
     def step_labels(self) -> list[str]:
         """The labels of the rows that took part in the last step."""

@@ -96,6 +96,16 @@ def unknown_options(fields: Fields) -> list[str]:
     return [name for name, mine in known.items() if mine != [field[1:] for field in fields if field[0] == name]]
 
 
+def update_options(array: ctypes.Array[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Write into an array of `c_options` what differs between two lists of options: numbers change at each step."""
+    kind: Any = type(new[0])
+    conversions = conversions_of(kind).items()
+    for row, before, now in zip(array, old, new, strict=True):
+        for name, convert in conversions if now is not before else ():
+            if (value := getattr(now, name)) is not getattr(before, name):
+                setattr(row, name, convert(value))
+
+
 def c_options(structures: Structures, each: Sequence[Any]) -> ctypes.Array[Any]:
     """Return options as the library reads them."""
     kind: Any = type(each[0])

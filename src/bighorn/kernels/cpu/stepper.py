@@ -8,13 +8,13 @@ import operator
 import threading
 from array import array
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.cpu.abi import c_options
+from bighorn.kernels.cpu.abi import c_options, update_options
 from bighorn.kernels.cpu.library import STRUCTURES, address, loaded, run
 from bighorn.kernels.cpu.tensors import CHUNK_ELEMS, describe_gradient, position_layout, unsupported_reason
 from bighorn.kernels.options import Options
@@ -43,6 +43,9 @@ DATA = 0
 
 class Stepper(Generic[Options]):
     """The base of an algorithm in the library; the algorithm adds the table of its rows and the call of its step."""
+
+    reads_tensors: ClassVar[bool] = False
+    """As `kernels.Kernel.reads_tensors`."""
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.lock = threading.Lock()
@@ -147,8 +150,11 @@ class Stepper(Generic[Options]):
     def c_options(self) -> ctypes.Array[Any]:
         """Return the options of each bucket as the library reads them, converted if a bucket has others than before."""
         held, options = self.converted, [bucket.options for bucket in self.buckets]
-        if held is None or not all(map(operator.is_, options, held[0])):
+        if held is None:
             held = self.converted = options, c_options(STRUCTURES, options)
+        elif not all(map(operator.is_, options, held[0])):
+            update_options(held[1], held[0], options)
+            held = self.converted = options, held[1]
         return held[1]
 
     def advance(self, bound: Bound) -> None:

@@ -92,14 +92,21 @@ class Group(Generic[Options]):
 
     def __init__(self, bucket: Bucket[Options], rows: list[int]) -> None:
         self.bucket, self.rows = bucket, rows
-        self.x = [bucket.params[i] for i in rows]
-        self.state = {name: [tensors[i] for i in rows] for name, tensors in bucket.state.items()}
+        self.x: list[Tensor] = []
+        self.state: dict[str, list[Tensor]] = {}
         self.steps = [bucket.steps[i] for i in rows]
         self.metrics = [bucket.metrics[i] for i in rows]
         self.dtype, self.device = compute_dtype(bucket.params[0]), bucket.metrics.device
         self.wide = wide(self.device)
         self.shards = [bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape)) for i in rows]
-        self.in_blocks = "exp_avg_scale" in self.state
+        self.in_blocks = "exp_avg_scale" in bucket.state
+
+    def run(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
+        """Make one step, as `step`, and hold tensors no longer."""
+        self.x = [self.bucket.params[i] for i in self.rows]
+        self.state = {name: [tensors[i] for i in self.rows] for name, tensors in self.bucket.state.items()}
+        yield from self.step(scale, apply_mask)
+        self.x, self.state = [], {}
 
     def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
         """Make one step; it yields sums over shards, as `reference.Stepper.sharded_step`."""
@@ -344,7 +351,7 @@ class ListStepper(Stepper[Options]):
             rows = rows_with_grad(bucket.grads)
             for group in groups if len(rows) == len(bucket.params) else self._groups(bucket, rows):
                 scale = grad_scale.to(group.dtype) if isinstance(grad_scale, Tensor) else grad_scale
-                yield from group.step(scale, apply_mask)
+                yield from group.run(scale, apply_mask)
         self._count(apply_mask)  # after all buckets: parameters of several may share the count of a flat tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class Stepper(Generic[Options]):
 
     rule: MakeRule[Options]
     """The rule, a static method."""
+
+    reads_tensors: ClassVar[bool] = True
+    """As `kernels.Kernel.reads_tensors`."""
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets

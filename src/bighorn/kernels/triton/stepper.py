@@ -29,6 +29,9 @@ class Stepper(Generic[Options]):
     layout_options: ClassVar[tuple[str, ...]] = ("rounding_seed",)
     """The options whose change requires new tables."""
 
+    reads_tensors: ClassVar[bool] = False
+    """As `kernels.Kernel.reads_tensors`."""
+
     group: ClassVar[type[LaunchGroup[Any]]]
     """The class of the launch groups."""
 

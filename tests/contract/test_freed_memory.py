@@ -1,0 +1,144 @@
+"""An optimizer keeps no tensor that its program has let go, as when moments and weights leave a GPU for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from bighorn import Came, Lamb, Lars
+from tests.support.cases import Kind, Optimizer
+from tests.support.processes import group_of_one
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"state_dtype": "int8", "min_8bit_size": 64},
+    {"weight_rounding": "master"},
+    {"stacked": True},
+    {"grad_centralization": True},
+)
+
+
+def made(kind: Kind, backend: str, options: dict[str, Any]) -> tuple[list[Parameter], Optimizer]:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if "weight_rounding" in options else torch.float32
+    params = [Parameter(torch.randn(3, 12, 16).to(dtype)), Parameter(torch.randn(16, 12).t().to(dtype))]
+    of_group = {name: value for name, value in options.items() if name in ("stacked", "grad_centralization")}
+    whole = {name: value for name, value in options.items() if name not in of_group}
+    return params, kind([{"params": params, **of_group}], lr=0.01, weight_decay=0.1, backend=backend, **whole)
+
+
+def step(optimizer: Optimizer, params: list[Parameter], t: int) -> None:
+    for i, param in enumerate(params):
+        generator = torch.Generator().manual_seed(10 * t + i)
+        param.grad = torch.empty_like(param).copy_(torch.randn(param.shape, generator=generator))
+    optimizer.step()
+
+
+def moments_away(optimizer: Optimizer) -> list[Callable[[], Any]]:
+    """Put copies in place of all moments, as a move to another device does, and return references to the old ones."""
+    refs: list[Callable[[], Any]] = []
+    for state in optimizer.state.values():
+        for name in state:
+            refs.append(ref(state[name]))
+            state[name] = state[name].clone()
+    return refs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "foreach", "reference"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_moments_that_were_moved_away_are_freed_at_once(kind: Kind, backend: str, options: dict[str, Any]) -> None:
+    if kind is Lars and backend == "cpu" and "state_dtype" in options:
+        pytest.skip("the C library keeps no momentum of LARS in blocks")
+    (params, optimizer), (twins, twin) = made(kind, backend, options), made(kind, backend, options)
+    for t in range(4):
+        step(optimizer, params, t)
+        step(twin, twins, t)
+        if t == 1:
+            kept = [name for state in optimizer.state.values() for name in state]
+            alive = [
+                name
+                for name, each in zip(kept, moments_away(optimizer), strict=True)
+                if name != "step" and each() is not None
+            ]
+            assert alive == []
+    assert all(param.equal(other) for param, other in zip(params, twins, strict=True))
+    refs = [ref(value) for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    optimizer.state.clear()
+    assert [each for each in refs if each() is not None] == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "foreach"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_weights_that_were_moved_away_are_freed_at_once(kind: Kind, backend: str, options: dict[str, Any]) -> None:
+    if kind is Lars and backend == "cpu" and "state_dtype" in options:
+        pytest.skip("the C library keeps no momentum of LARS in blocks")
+    (params, optimizer), (twins, twin) = made(kind, backend, options), made(kind, backend, options)
+    for t in range(4):
+        step(optimizer, params, t)
+        step(twin, twins, t)
+        if t == 1:
+            storages = [StorageWeakRef(param.untyped_storage()) for param in params]
+            for param in params:
+                param.data = torch.empty_like(param).copy_(param)
+            assert [each.expired() for each in storages] == [True, True]
+    assert all(param.equal(other) for param, other in zip(params, twins, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process."""
+    with group_of_one():
+        yield DeviceMesh("cpu", [0])
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_shards_that_were_moved_away_are_freed_at_once(
+    kind: Kind, options: dict[str, Any], one_rank: DeviceMesh
+) -> None:
+    """As FSDP2's `model.to()` moves them."""
+
+    def sharded(tensor: torch.Tensor) -> Any:
+        return distribute_tensor(tensor, one_rank, [Shard(0)])
+
+    param = Parameter(sharded(torch.ones(12, 16)))
+    optimizer = kind([param], lr=0.01, **options)
+    for t in range(3):
+        param.grad = sharded(torch.full((12, 16), 1.0 + t))
+        optimizer.step()
+        before = StorageWeakRef(local_of(param).untyped_storage())
+        moved = Parameter(sharded(local_of(param).clone()))
+        torch.utils.swap_tensors(param, moved)
+        del moved
+        states = [StorageWeakRef(local_of(v).untyped_storage()) for v in optimizer.state[param].values() if v.dim()]
+        optimizer.state[param] = {
+            name: distribute_tensor(local_of(value).clone(), one_rank, value.placements) if value.dim() else value
+            for name, value in optimizer.state[param].items()
+        }
+        assert before.expired()
+        assert all(each.expired() for each in states)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Came, Lars])
+def test_a_parameter_that_was_replaced_is_freed_by_the_next_step(kind: Kind) -> None:
+    params = [Parameter(torch.randn(12, 16)) for _ in range(2)]
+    optimizer = kind(params, lr=0.01)
+    gone: list[Any] = []
+    for t in range(4):
+        step(optimizer, params, t)
+        assert [each for each in gone if not each.expired()] == []
+        gone = [StorageWeakRef(params[1].untyped_storage())]
+        del optimizer.state[params[1]]
+        params[1] = optimizer.param_groups[0]["params"][1] = Parameter(torch.randn(12, 16))

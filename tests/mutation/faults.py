@@ -260,8 +260,8 @@ FAULTS = (
     Fault(
         "a lost increment, of weights and state",
         "bighorn/optim/step_plan.py",
-        "            self.all_written\n            if all(self.present)",
-        "            []\n            if all(self.present)",
+        "increment_version(self.written)",
+        "increment_version([])",
         "tests/contract",
     ),
     Fault(

@@ -459,10 +459,10 @@ class KernelOptimizer(Reports):
 
     def _present_params(self) -> list[Tensor]:
         """Return the parameters in `param_groups`, after what a program has changed there was adopted."""
-        groups, (ids_of_groups, ids_of_params) = self.param_groups, self._ids
-        if list(map(id, groups)) == ids_of_groups:
+        groups, ids = self.param_groups, self._ids
+        if list(map(id, groups)) == ids[0]:
             params = self._params(groups)
-            if list(map(id, params)) == ids_of_params:
+            if list(map(id, params)) == ids[1]:
                 return params
         records = adopted(groups, self._records, self._gone, self._put_there, self.algorithm)
         if list(map(id, records)) != list(map(id, self._records)):

@@ -122,11 +122,12 @@ class PlanCache:
         if plan is None or guards is None:
             return None
         inputs = GuardInputs.of(mine, groups, state)
-        if mine.plain and all(mine.present):
+        complete = all(mine.present)
+        if complete and mine.plain:
             plan.written = inputs.tensors
         else:
             plan.note_written(mine.params, mine.present, state)
-        if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present)) is not None:
+        if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present, complete)) is not None:
             if plan.reads_tensors:
                 plan.fill(inputs.params, inputs.states)
             plan.bind(inputs.grads, mine.present, given)
@@ -144,7 +145,8 @@ class PlanCache:
         """Store the plan of a step that has so many parts."""
         if len(self._plans) >= MOST_PLANS * parts:
             self._plans.clear()
-        guards = PlanGuards(GuardInputs.of(mine._replace(grads=[*expected(mine.params, mine.grads)]), groups, state))
+        inputs = GuardInputs.of(mine._replace(grads=[*expected(mine.params, mine.grads)]), groups, state)
+        guards = PlanGuards(inputs, [entry for param in mine.params for entry in state.get(param, {}).values()])
         self._plans[tuple(map(id, mine.params))] = plan, guards
 
 
@@ -187,16 +189,18 @@ class PlanGuards:
     guards can be renewed.
     """
 
-    def __init__(self, inputs: GuardInputs) -> None:
+    def __init__(self, inputs: GuardInputs, entries: Iterable[Any]) -> None:
         grads = [grad for grad in inputs.grads if grad is not None]
         groups = [(size, None if names is None else [*names]) for size, names in inputs.groups]
         self._groups_and_layouts = groups, inputs.layouts
-        self._gone: list[Any] = []
-        """References to tensors that the program has let go since: their addresses may be others' now."""
-        # Parameters are not among them: torch.utils.swap_tensors refuses one with a reference (torch 2.13).
-        held = itertools.chain(inputs.params if inputs.layouts else (), *(each.values() for each in inputs.states))
-        self._held = [ref(each, self._gone.append) for each in held if isinstance(each, Tensor)]
-        self._addresses = inputs.addresses
+        self._addresses: list[Any] = inputs.addresses
+        gone: Any = self._addresses.append
+        self._state = [ref(entry, gone) for entry in entries if isinstance(entry, Tensor)]
+        """References to the state: one to a tensor that is gone, whose address may be another's, joins the addresses.
+
+        Parameters have none, since torch.utils.swap_tensors refuses a tensor with one (torch 2.13); their kinds are
+        compared at each step.
+        """
         self._params_alike = alike(inputs.params)
         self._grads_alike: Guard | None = alike(grads)
         """The check of all gradients; None from a change of their kinds until all of them have been compared."""
@@ -206,15 +210,14 @@ class PlanGuards:
     def hold(self, inputs: GuardInputs) -> bool:
         """Whether parameters and state are the same, of the same kinds, at the same addresses."""
         return (
-            not self._gone
-            and self._groups_and_layouts == inputs[:2]
+            self._groups_and_layouts == inputs[:2]
             and self._addresses == inputs.addresses
             and self._params_alike(inputs.params)
         )
 
-    def grad_addresses(self, inputs: GuardInputs, present: list[bool]) -> list[int] | None:
+    def grad_addresses(self, inputs: GuardInputs, present: list[bool], complete: bool) -> list[int] | None:
         """Return the addresses of gradients, 0 for None; or None if one is of another kind, or has lost its memory."""
-        grads, complete = inputs.grads, all(present)
+        grads = inputs.grads
         filled: list[Any] = grads if complete else expected(inputs.params, grads)
         if self._grads_alike is None or not self._grads_alike(filled):
             if self._changed_grads(grads):
@@ -232,7 +235,7 @@ class PlanGuards:
         If not, the plan is built anew, which raises errors about parameters and gradients.
         """
         count, grads = len(inputs.params), inputs.grads
-        if self._gone or self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
+        if self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
             return False
         if self._addresses[count:] != inputs.addresses[count:]:
             return False
@@ -243,7 +246,7 @@ class PlanGuards:
             return False
         if not all(fits(grad, inputs.params[i]) for i, grad in changed):
             return False
-        self._addresses = inputs.addresses
+        self._addresses[:] = inputs.addresses
         for i, grad in changed:
             self._each_alike[i], self._no_memory[i], self._grads_alike = alike([grad]), not grad.numel(), None
         return True
@@ -278,12 +281,12 @@ def fits(grad: Tensor, param: Tensor) -> bool:
     )
 
 
-def addresses(*tensors: Iterable[Any]) -> list[int]:
-    """The address of each tensor in these collections; 0 for anything that has none."""
+def addresses(tensors: list[Any]) -> list[int]:
+    """The address of each tensor; 0 for anything that has none."""
     try:
-        return list(map(Tensor.data_ptr, itertools.chain.from_iterable(tensors)))
+        return list(map(Tensor.data_ptr, tensors))
     except (RuntimeError, TypeError):  # a tensor of functorch, or a user's own entry in the state
-        return list(map(address_or_0, itertools.chain.from_iterable(tensors)))
+        return list(map(address_or_0, tensors))
 
 
 def address_or_0(thing: Any) -> int:

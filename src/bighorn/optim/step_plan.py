@@ -301,17 +301,20 @@ class StepPlan:
                 reduce_group.all_reduce(parts)
 
     def release(self) -> None:
-        """Release the gradients after the step, and report the written tensors to autograd."""
+        """Release the tensors after the step, and report the written ones to autograd."""
         for bucket_plan in self.buckets:
             bucket_plan.release()
-            if self.filled:
+        if self.filled:
+            for bucket_plan in self.buckets:
                 bucket_plan.let_go()
-        written, self.written, self.stepped, self.filled = self.written, [], self.present, False
+            self.filled = False
+        self.stepped = self.present
         # Autograd may have saved these tensors; compiled kernels do not increment their version counters.
         try:
-            torch.autograd.graph.increment_version(written)
-        except (AssertionError, RuntimeError, TypeError):  # a user's own entry in the state
-            torch.autograd.graph.increment_version([each for each in written if isinstance(each, Tensor)])
+            torch.autograd.graph.increment_version(self.written)
+        except (RuntimeError, TypeError):  # a user's own entry in the state
+            torch.autograd.graph.increment_version([each for each in self.written if isinstance(each, Tensor)])
+        self.written.clear()
 
     def step_labels(self) -> list[str]:
         """The labels of the rows that took part in the last step."""

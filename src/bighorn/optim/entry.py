@@ -97,7 +97,9 @@ class Entry:
 
     def moments(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a state, of this rank's shard, as kernels use them."""
-        moments = self.state_part({name: sharding.local(state[name]) for name in self.spec})
+        moments: dict[str, Tensor] = {name: sharding.local(state[name]) for name in self.spec}
+        if self.fragment:
+            moments = self.state_part(moments)
         return _transposed(moments) if self.turned else moments
 
     def turns(self, view: Tensor) -> bool:

@@ -619,9 +619,8 @@ class KernelOptimizer(Reports):
         grads, version, backend = expected(mine.params, mine.grads), self._guard.version, self._settings.backend
         plan, states = plan_builder.build(mine.params, grads, entries, options, version, self._init_state, backend)
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)
-        state_of = dict(zip(mine.params, states, strict=True))
-        plan.note_written(mine.params, mine.present, state_of)
-        return plan, state_of
+        plan.note_written(mine.params, mine.present, states)
+        return plan, dict(zip(mine.params, states, strict=True))
 
     def _options_of(self, variants: set[Variant]) -> dict[Variant, Any]:
         return {variant: self.algorithm.kernel_options(self._groups[variant.group], variant) for variant in variants}

@@ -126,7 +126,8 @@ class PlanCache:
         if complete and mine.plain:
             plan.written = inputs.tensors
         else:
-            plan.note_written(mine.params, mine.present, state)
+            whole = inputs.states if mine.plain else [state[param] for param in mine.params]
+            plan.note_written(mine.params, mine.present, whole)
         if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present, complete)) is not None:
             if plan.reads_tensors:
                 plan.fill(inputs.params, inputs.states)

@@ -45,6 +45,8 @@ class BucketPlan:
     entries: list[Entry] = field(default_factory=list)
     direct: bool = True
     """Whether parameters and gradients are used as they are, without slices or copies."""
+    is_plan: bool = False
+    """Whether the entries are all of the plan, in its order."""
     placed: bool = True
     """Whether the entries hold their parameters."""
     present: list[Entry] = field(default_factory=list)
@@ -121,17 +123,12 @@ class BucketPlan:
         self.direct = all(entry.direct for entry in self.entries)
 
     def fill(self, shards: list[Tensor], states: list[State]) -> None:
-        """Hold the parameters, of which these are this rank's shards, and their state."""
-        bucket = self.bucket
-        if self.direct:
-            bucket.params, mine = self.select(shards), self.select(states)
-            bucket.state = {name: [state[name] for state in mine] for name in bucket.state}
-            return
+        """Hold the parameters, of which these are this rank's shards, and their state, some of them in other forms."""
         self.place(shards)
         for entry in self.entries:
-            bucket.params += entry.slices(entry.dense)
+            self.bucket.params += entry.slices(entry.dense)
             for name, value in entry.moments(states[entry.index]).items():
-                bucket.state[name] += entry.slices(value)
+                self.bucket.state[name] += entry.slices(value)
 
     def place(self, shards: list[Tensor]) -> None:
         """Let the entries hold the parameters."""
@@ -140,9 +137,8 @@ class BucketPlan:
         self.placed = True
 
     def let_go(self) -> None:
-        """Hold no parameter and no state, except step counts."""
-        self.bucket.params, self.bucket.state = [], {name: [] for name in self.bucket.state}
-        for entry in self.entries if self.placed else ():
+        """Let the entries hold no parameter."""
+        for entry in self.entries:
             del entry.view
             if not entry.copied:
                 del entry.dense
@@ -237,23 +233,42 @@ class StepPlan:
 
     def note_reads(self) -> None:
         """Note whether a step reads tensors of the buckets."""
+        for bucket_plan in self.buckets:
+            bucket_plan.is_plan = [entry.index for entry in bucket_plan.entries] == list(range(len(self.labels)))
         entries = [entry for bucket_plan in self.buckets for entry in bucket_plan.entries if not bucket_plan.direct]
         self.reads_tensors = any(launch.kernel.reads_tensors for launch in self.launches()) or any(
             entry.copied or entry.copy_dtype is not None or entry.variant.centres for entry in entries
         )
 
-    def note_written(self, params: list[Tensor], present: list[bool], states: Mapping[Tensor, State]) -> None:
+    def note_written(self, params: list[Tensor], present: list[bool], states: list[State]) -> None:
         """Note the parameters that the step writes, and the entries of their state."""
-        params = list(itertools.compress(params, present))
-        self.written = [*params, *itertools.chain.from_iterable(states[param].values() for param in params)]
+        entries = map(dict.values, itertools.compress(states, present))
+        self.written = [*itertools.compress(params, present), *itertools.chain.from_iterable(entries)]
 
     def fill(self, shards: list[Tensor], states: list[State]) -> None:
         """Let the buckets hold the parameters, of which these are this rank's shards, and their state."""
+        if self.filled:  # a step has raised
+            self.let_go()
         for bucket_plan in self.buckets:
-            if self.filled:  # a step has raised
-                bucket_plan.let_go()
-            bucket_plan.fill(shards, states)
+            bucket = bucket_plan.bucket
+            if not bucket_plan.direct:
+                bucket_plan.fill(shards, states)
+                continue
+            params, mine = shards, states
+            if not bucket_plan.is_plan:
+                params, mine = bucket_plan.select(shards), bucket_plan.select(states)
+            bucket.params = [*params]
+            bucket.state = {name: list(map(itemgetter(name), mine)) for name in bucket.state}
         self.filled = True
+
+    def let_go(self) -> None:
+        """Let the buckets hold no parameter and no state, except step counts."""
+        for bucket_plan in self.buckets:
+            bucket = bucket_plan.bucket
+            bucket.params, bucket.state = [], {name: [] for name in bucket.state}
+            if bucket_plan.placed:
+                bucket_plan.let_go()
+        self.filled = False
 
     def launches(self) -> Iterator[Launch]:
         """All kernels."""
@@ -305,9 +320,7 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.release()
         if self.filled:
-            for bucket_plan in self.buckets:
-                bucket_plan.let_go()
-            self.filled = False
+            self.let_go()
         self.stepped = self.present
         # Autograd may have saved these tensors; compiled kernels do not increment their version counters.
         try:

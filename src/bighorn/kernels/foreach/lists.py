@@ -92,6 +92,9 @@ class Group(Generic[Options]):
 
     def __init__(self, bucket: Bucket[Options], rows: list[int]) -> None:
         self.bucket, self.rows = bucket, rows
+        span = range(rows[0], rows[-1] + 1)
+        self.span = slice(span.start, span.stop) if rows == list(span) else None
+        """The rows, if they follow one another."""
         self.x: list[Tensor] = []
         self.state: dict[str, list[Tensor]] = {}
         self.steps = [bucket.steps[i] for i in rows]
@@ -100,13 +103,6 @@ class Group(Generic[Options]):
         self.wide = wide(self.device)
         self.shards = [bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape)) for i in rows]
         self.in_blocks = "exp_avg_scale" in bucket.state
-
-    def run(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
-        """Make one step, as `step`, and hold tensors no longer."""
-        self.x = [self.bucket.params[i] for i in self.rows]
-        self.state = {name: [tensors[i] for i in self.rows] for name, tensors in self.bucket.state.items()}
-        yield from self.step(scale, apply_mask)
-        self.x, self.state = [], {}
 
     def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
         """Make one step; it yields sums over shards, as `reference.Stepper.sharded_step`."""
@@ -351,7 +347,14 @@ class ListStepper(Stepper[Options]):
             rows = rows_with_grad(bucket.grads)
             for group in groups if len(rows) == len(bucket.params) else self._groups(bucket, rows):
                 scale = grad_scale.to(group.dtype) if isinstance(grad_scale, Tensor) else grad_scale
-                yield from group.run(scale, apply_mask)
+                if (span := group.span) is not None:
+                    group.x = bucket.params[span]
+                    group.state = {name: tensors[span] for name, tensors in bucket.state.items()}
+                else:
+                    group.x = [bucket.params[i] for i in group.rows]
+                    group.state = {name: [each[i] for i in group.rows] for name, each in bucket.state.items()}
+                yield from group.step(scale, apply_mask)
+                group.x, group.state = [], {}  # the bucket holds them no longer than the step
         self._count(apply_mask)  # after all buckets: parameters of several may share the count of a flat tensor
 
 

@@ -92,7 +92,8 @@ class Group(Generic[Options]):
 
     def __init__(self, bucket: Bucket[Options], rows: list[int]) -> None:
         self.bucket, self.rows = bucket, rows
-        span = range(rows[0], rows[-1] + 1)
+        first = rows[0] if rows else 0
+        span = range(first, first + len(rows))
         self.span = slice(span.start, span.stop) if rows == list(span) else None
         """The rows, if they follow one another."""
         self.x: list[Tensor] = []

@@ -161,9 +161,9 @@ FAULTS = (
     ),
     Fault(
         "a slice of the memory before",
-        "bighorn/optim/entry.py",
-        "(view is not self.view or self.stacked)",
-        "view is not self.view",
+        "bighorn/optim/step_plan.py",
+        "        self.fill(shards, states)\n        self.bind(grads, present)\n",
+        "        self.bind(grads, present)\n",
         "tests/contract/test_missing_gradients.py tests/contract/test_storage.py",
     ),
     Fault(
@@ -267,8 +267,8 @@ FAULTS = (
     Fault(
         "a lost increment, of some weights",
         "bighorn/optim/step_plan.py",
-        "itertools.compress(self.written, self.present)",
-        "self.written[:0]",
+        "[*itertools.compress(params, present), *itertools.chain",
+        "[*itertools.chain",
         "tests/contract",
     ),
     Fault(

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -42,8 +42,9 @@ __all__ = [
 class Kernel(Protocol):
     """An algorithm on one backend, instantiated for some buckets on one device."""
 
-    reads_tensors: ClassVar[bool]
-    """Whether a step reads the parameters and states in the buckets; if not, only the constructor and `refresh` do."""
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether the next step reads the parameters and states in the buckets; the constructor and `refresh` do."""
 
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:

@@ -96,6 +96,11 @@ class StepParams(NamedTuple):
 NOTHING = StepParams([], [], [], True)
 
 
+def local_state(state: State) -> State:
+    """Return the state of this rank's shard."""
+    return {name: sharding.local(value) for name, value in state.items()}
+
+
 def in_order(state: Mapping[Tensor, Any], params: list[Tensor]) -> bool:
     """Whether the state has these parameters alone, in this order."""
     return len(state) == len(params) and all(map(operator.is_, state, params))
@@ -177,7 +182,7 @@ class GuardInputs(NamedTuple):
             layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]
             params = list(map(sharding.local, params))
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
-            states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
+            states = list(map(local_state, states))
         tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
         sizes_and_names = [(len(group["params"]), group.get("param_names")) for group in groups]
         return cls(sizes_and_names, layouts, params, grads, states, tensors, addresses(tensors))

@@ -29,9 +29,6 @@ class Stepper(Generic[Options]):
     layout_options: ClassVar[tuple[str, ...]] = ("rounding_seed",)
     """The options whose change requires new tables."""
 
-    reads_tensors: ClassVar[bool] = False
-    """As `kernels.Kernel.reads_tensors`."""
-
     group: ClassVar[type[LaunchGroup[Any]]]
     """The class of the launch groups."""
 
@@ -46,6 +43,11 @@ class Stepper(Generic[Options]):
         if shard is not None and options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
             return "Triton's random bits are for tensors that are cut up along three dims at most"
         return None
+
+    @property
+    def reads_tensors(self) -> bool:
+        """As `kernels.Kernel.reads_tensors`: whether new options need new tables, which `prepare` makes."""
+        return self.layout_keys != self._layout_keys()
 
     def __init__(self, buckets: list[Bucket[Options]]) -> None:
         self.buckets: list[Bucket[Options]] = buckets

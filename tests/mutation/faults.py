@@ -161,9 +161,9 @@ FAULTS = (
     ),
     Fault(
         "a slice of the memory before",
-        "bighorn/optim/step_plan.py",
-        "        self.fill(shards, states)\n        self.bind(grads, present)\n",
-        "        self.bind(grads, present)\n",
+        "bighorn/optim/plan_cache.py",
+        "        plan.fill(inputs.params, inputs.states)\n        plan.refresh",
+        "        plan.refresh",
         "tests/contract/test_missing_gradients.py tests/contract/test_storage.py",
     ),
     Fault(
@@ -645,7 +645,7 @@ FAULTS = (
     Fault(
         "a stale plan, of parameters that now overlap",
         "bighorn/optim/plan_cache.py",
-        "overlap(inputs.params, inputs.addresses[:count]):\n            return False\n",
+        "overlap(inputs.params, inputs.addresses[:count]):\n            return None\n",
         "overlap(inputs.params, inputs.addresses[:count]):\n            pass\n",
         "tests/contract",
     ),

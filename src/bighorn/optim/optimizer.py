@@ -41,7 +41,7 @@ from bighorn.optim.copied_defaults import remember, without_copied
 from bighorn.optim.entries import Indices, check_backend, entries_of, parameters
 from bighorn.optim.entry import Entry
 from bighorn.optim.group_records import Gone, GroupRecord, adopted
-from bighorn.optim.plan_cache import PlanCache, StepParams, expected, local_state
+from bighorn.optim.plan_cache import GuardInputs, PlanCache, StepParams, expected
 from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
 from bighorn.optim.reports import Reports
 from bighorn.optim.settings import Settings
@@ -576,8 +576,8 @@ class KernelOptimizer(Reports):
                 elif plan.options_version != self._guard.version:
                     plan.set_options(self._options_of(plan.variants()), self._guard.version)
                     if not plan.filled and any(launch.kernel.reads_tensors for launch in plan.launches()):
-                        shards = list(map(sharding.local, mine.params))
-                        plan.fill(shards, [local_state(self.state[param]) for param in mine.params])
+                        inputs = GuardInputs.of(mine, groups, self.state)
+                        plan.fill(inputs.params, inputs.states)
                 plans.append(plan)
             for plan in plans:
                 for launch in itertools.chain(plan.kernels, *plan.meshes.values()):

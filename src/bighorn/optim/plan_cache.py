@@ -96,11 +96,6 @@ class StepParams(NamedTuple):
 NOTHING = StepParams([], [], [], True)
 
 
-def local_state(state: State) -> State:
-    """Return the state of this rank's shard."""
-    return {name: sharding.local(value) for name, value in state.items()}
-
-
 def in_order(state: Mapping[Tensor, Any], params: list[Tensor]) -> bool:
     """Whether the state has these parameters alone, in this order."""
     return len(state) == len(params) and all(map(operator.is_, state, params))
@@ -139,9 +134,12 @@ class PlanCache:
             plan.bind(inputs.grads, mine.present, given)
             return plan
         del self._plans[key]
-        if not guards.renewed(inputs):
+        if (changed := guards.renewed(inputs)) is None:
             return None
-        plan.refresh(inputs.params, inputs.states, inputs.grads, mine.present)
+        if changed:
+            plan.expect(inputs.params, inputs.grads)
+        plan.fill(inputs.params, inputs.states)
+        plan.refresh(inputs.grads, mine.present)
         self._plans[key] = plan, guards
         return plan
 
@@ -182,7 +180,7 @@ class GuardInputs(NamedTuple):
             layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]
             params = list(map(sharding.local, params))
             grads = [grad if grad is None else sharding.local(grad) for grad in grads]
-            states = list(map(local_state, states))
+            states = [{name: sharding.local(value) for name, value in each.items()} for each in states]
         tensors = [*params, *itertools.chain.from_iterable(map(dict.values, states))]
         sizes_and_names = [(len(group["params"]), group.get("param_names")) for group in groups]
         return cls(sizes_and_names, layouts, params, grads, states, tensors, addresses(tensors))
@@ -235,27 +233,28 @@ class PlanGuards:
             return None
         return given if complete else list(map(operator.mul, given, present))
 
-    def renewed(self, inputs: GuardInputs) -> bool:
-        """Whether the plan can be refreshed for these inputs; if so, the guards hold for them from now on.
+    def renewed(self, inputs: GuardInputs) -> bool | None:
+        """Whether gradients have changed their kinds, if the plan can be refreshed for these inputs.
 
-        If not, the plan is built anew, which raises errors about parameters and gradients.
+        The guards hold for them from now on. If the plan cannot, the result is None: a new one raises errors about
+        parameters and gradients.
         """
         count, grads = len(inputs.params), inputs.grads
         if self._groups_and_layouts != inputs[:2] or not self._params_alike(inputs.params):
-            return False
+            return None
         if self._addresses[count:] != inputs.addresses[count:]:
-            return False
+            return None
         if self._addresses != inputs.addresses and overlap(inputs.params, inputs.addresses[:count]):
-            return False
+            return None
         changed = self._changed_grads(grads)
         if changed and not set(map(type, grads)) <= {*PLAIN, type(None)}:
-            return False
+            return None
         if not all(fits(grad, inputs.params[i]) for i, grad in changed):
-            return False
+            return None
         self._addresses[:] = inputs.addresses
         for i, grad in changed:
             self._each_alike[i], self._no_memory[i], self._grads_alike = alike([grad]), not grad.numel(), None
-        return True
+        return bool(changed)
 
     def _changed_grads(self, grads: list[Tensor | None]) -> list[tuple[int, Tensor]]:
         """The gradients of other kinds, or that have lost their memory, with their indices."""

@@ -218,18 +218,18 @@ class StepPlan:
         for bucket_plan in self.buckets:
             bucket_plan.bind(grads, missing, addresses)
 
-    def refresh(
-        self, shards: list[Tensor], states: list[State], grads: list[Tensor | None], present: list[bool]
-    ) -> None:
-        """Bind this step's gradients, after parameters moved or gradients changed their kinds."""
+    def expect(self, shards: list[Tensor], grads: list[Tensor | None]) -> None:
+        """Prepare for these kinds of gradients."""
         for bucket_plan in self.buckets:
             bucket_plan.place(shards)
             bucket_plan.expect(grads)
-        self.fill(shards, states)
+        self.note_reads()
+
+    def refresh(self, grads: list[Tensor | None], present: list[bool]) -> None:
+        """Bind this step's gradients to filled buckets, after parameters moved or gradients changed their kinds."""
         self.bind(grads, present)
         for launch in self.launches():
             launch.kernel.refresh()
-        self.note_reads()
 
     def note_reads(self) -> None:
         """Note whether a step reads tensors of the buckets."""

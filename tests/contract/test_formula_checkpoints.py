@@ -38,7 +38,7 @@ NAMES = {"apex's FusedLAMB", "torch_npu's NpuFusedLamb", "LoRA_Easy's CAME"} | {
 def in_blocks(exp_avg: torch.Tensor, rows: int, name: str) -> list[dict[str, torch.Tensor]]:
     """Encode a momentum in 8 bits between the least and the greatest value of each block of rows."""
     blocks = []
-    for block in exp_avg.split(rows):
+    for block in torch.split(exp_avg, rows):
         scale = (block.max() - block.min()) / 255
         blocks.append({name: ((block - block.min()) / scale).round().byte(), "scale": scale, "min": block.min()})
     return blocks

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
 from tests.support.cases import Kind, Optimizer
 from tests.support.processes import group_of_one
+
+StorageWeakRef: Any = reductions.StorageWeakRef
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -120,7 +122,8 @@ def test_shards_that_were_moved_away_are_freed_at_once(
         optimizer.step()
         before = StorageWeakRef(local_of(param).untyped_storage())
         moved = Parameter(sharded(local_of(param).clone()))
-        torch.utils.swap_tensors(param, moved)
+        swap: Any = torch.utils.swap_tensors
+        swap(param, moved)
         del moved
         states = [StorageWeakRef(local_of(v).untyped_storage()) for v in optimizer.state[param].values() if v.dim()]
         optimizer.state[param] = {

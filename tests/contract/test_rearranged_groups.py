@@ -62,7 +62,8 @@ def test_schedules_stay_with_their_groups(kind: Kind, arrange: Any) -> None:
 def test_an_empty_group_is_removed_and_the_rest_is_saved(kind: Kind) -> None:
     """As DeepSpeed does for LoRA without biases, and ms-swift, which loads a checkpoint before the first step."""
     (param,) = matrices(1)
-    optimizer = kind([{"params": [param]}, {"params": [], "weight_decay": 0.0}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": [param]}, {"params": [], "weight_decay": 0.0}]
+    optimizer = kind(groups, lr=0.01)
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
     optimizer.load_state_dict(optimizer.state_dict())
     step(optimizer, param)

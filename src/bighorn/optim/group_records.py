@@ -40,6 +40,9 @@ class GroupRecord:
     wrappers, refuses a tensor that has one (torch 2.13).
     """
 
+    flattened: list[Tensor] = field(default_factory=list)
+    """The flat tensor that DeepSpeed has put in place of them."""
+
     @property
     def of_deepspeed(self) -> bool:
         """Whether DeepSpeed's ZeRO has taken the parameters of the group."""
@@ -47,7 +50,7 @@ class GroupRecord:
 
     def has_other_params(self) -> bool:
         """Whether a program has changed the parameters of the group."""
-        return list(map(id, self.group["params"])) != list(map(id, self.given))
+        return list(map(id, self.group["params"])) != list(map(id, self.flattened or self.given))
 
     def adopt(self, index: int, algorithm: Algorithm[Any]) -> GroupRecord:
         """Return the record of the group with the parameters that it has now.
@@ -61,7 +64,7 @@ class GroupRecord:
         flat = all(type(p) in PLAIN and p.dim() == 1 and not hasattr(p, "_hp_mapping") for p in params)
         if flat and params and self.of_deepspeed:
             held = _flattened(self.group, index, self.given, algorithm)
-            return GroupRecord(self.group, self.scheduled, held, self.given)
+            return GroupRecord(self.group, self.scheduled, held, self.given, [*params])
         return GroupRecord(self.group, self.scheduled, None, [*params])
 
 
@@ -115,7 +118,7 @@ def _copied(group: Group, record: GroupRecord | None) -> GroupRecord | None:
         if key != "param_names":
             group.setdefault(key, value)
     scheduled = {name: replace(each) for name, each in record.scheduled.items()}
-    return GroupRecord(group, scheduled, record.flat, record.given)
+    return GroupRecord(group, scheduled, record.flat, record.given, record.flattened)
 
 
 def _flattened(group: Group, index: int, given: list[Tensor], algorithm: Algorithm[Any]) -> FlatParams | None:

@@ -480,7 +480,7 @@ class KernelOptimizer(Reports):
     def _keep_records(self, records: list[GroupRecord]) -> None:
         """Set the records of all groups, and forget what depends on them."""
         if self._name_of:
-            param_groups.follow_names([record.group for record in records], self._name_of)
+            param_groups.follow_names([record.group for record in records if not record.flattened], self._name_of)
         self._records, self._groups, self._scheduled, self._flat = [], [], [], []
         self._ids, self._name_of = ([], []), {}
         for record in records:
@@ -496,7 +496,8 @@ class KernelOptimizer(Reports):
         ids_of_groups.append(id(record.group))
         ids = list(map(id, record.group["params"]))
         ids_of_params += ids
-        self._name_of.update(zip(ids, record.group.get("param_names", ()), strict=False))
+        named = map(id, record.given) if record.flattened else ids
+        self._name_of.update(zip(named, record.group.get("param_names", ()), strict=False))
 
     def _present_records(self) -> list[GroupRecord]:
         """Return the record of each group in `param_groups`; an empty one for a dict that has none yet."""

@@ -89,10 +89,11 @@ def adopted(
     """
     record_of = {id(record.group): record for record in records}
     present = set(map(id, groups))
+    left = [record for record in records if id(record.group) not in present]
     if present < record_of.keys() and any(record.of_deepspeed for record in records):
-        found = list(records)
+        found, left = list(records), []
     else:
-        holder = {id(p): record for record in records if id(record.group) not in present for p in record.given}
+        holder = {id(param): record for record in left for param in record.given}
         found = []
         for index, group in enumerate(groups):
             record = record_of.get(id(group))
@@ -101,13 +102,17 @@ def adopted(
                 record = _copied(group, next(shared, None))
             if record is None:
                 record = join(group, index)
-                ids, scheduled = gone.pop(id(group), ([], {}))
+                ids, scheduled = gone.get(id(group), ([], {}))
                 record.scheduled |= scheduled if ids == list(map(id, record.given)) else {}
             found.append(record)
-        for record in records:
-            if id(record.group) not in present:
-                gone[id(record.group)] = list(map(id, record.given)), record.scheduled
-    return [record.adopt(index, algorithm) for index, record in enumerate(found)]
+    found = [record.adopt(index, algorithm) for index, record in enumerate(found)]
+    remaining = {id(param) for group in groups for param in group["params"]}
+    for record in left:
+        if record.scheduled and remaining.isdisjoint(map(id, record.given)):  # no copy has taken its place
+            gone[id(record.group)] = list(map(id, record.given)), record.scheduled
+    for each in present & gone.keys():
+        del gone[each]
+    return found
 
 
 def _copied(group: Group, record: GroupRecord | None) -> GroupRecord | None:

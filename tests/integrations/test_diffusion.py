@@ -86,12 +86,15 @@ def trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    before = dict(sys.modules)
     tops = {name.split("/")[0] for name in FILES}
-    for name in [name for name in before if name.split(".")[0] in tops]:
+
+    def of_trainers() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] in tops]
+
+    for name in of_trainers():
         monkeypatch.delitem(sys.modules, name)
     yield importlib.import_module
-    for name in sys.modules.keys() - before.keys():
+    for name in of_trainers():  # others, which a test has imported first, stay: triton cannot be imported twice
         del sys.modules[name]
 
 

@@ -5,7 +5,9 @@ Each file of this folder imports the trainer that it is for, and no other module
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -90,3 +92,21 @@ def came(params: Any, betas: Iterable[float] = (), eps: float | Iterable[float] 
     if eps is not None:
         options["eps"] = (eps, 1e-16) if isinstance(eps, (int, float)) else eps
     return Came(params, **options)
+
+
+def has_script(arguments: list[str], usage: str) -> bool:
+    """Whether the first argument of a command is a script; False after a request for help, which is answered.
+
+    Args:
+        arguments: The arguments of the command.
+        usage: Its usage, which `-h` and `--help` print.
+
+    Raises:
+        SystemExit: It is no file.
+    """
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(usage)
+        return False
+    if not arguments or not Path(arguments[0]).is_file():
+        sys.exit(f"{usage}\n\nerror: {arguments[0] + ' is no file' if arguments else 'SCRIPT is missing'}")
+    return True

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from bighorn import Came, Lamb, Lars
-from bighorn.integrations import came
+from bighorn.integrations import came, has_script
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"came": came, "lamb": Lamb, "lars": Lars}
 
@@ -211,13 +211,10 @@ Lamb and Lars, which each trainer names in its own way."""
 
 def main(arguments: list[str]) -> None:
     """Run the script named by the first argument with the other arguments, as Python would."""
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        return
     if arguments and arguments[0].startswith("--local_rank="):  # DeepSpeed's launcher writes it first
         arguments = [*arguments[1:2], arguments[0], *arguments[2:]]
-    if not arguments or not Path(arguments[0]).is_file():
-        sys.exit(f"{USAGE}\n\nerror: {arguments[0] + ' is no file' if arguments else 'SCRIPT is missing'}")
+    if not has_script(arguments, USAGE):
+        return
     sys.argv = arguments
     path = Path(arguments[0]).resolve()
     sys.path[0], os.environ[SCRIPT] = str(path.parent), str(path)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 from bighorn import Lamb, Lars
-from bighorn.integrations import came
+from bighorn.integrations import came, has_script
 
 
 def timm_lamb(params: Any, **options: Any) -> Lamb:
@@ -44,11 +43,8 @@ bighornlars, and bighorntimm, which computes what timm's own lamb does."""
 
 def main(arguments: list[str]) -> None:
     """Run the script named by the first argument with the other arguments."""
-    if arguments[:1] in (["-h"], ["--help"]):
-        print(USAGE)
+    if not has_script(arguments, USAGE):
         return
-    if not arguments or not Path(arguments[0]).is_file():
-        sys.exit(f"{USAGE}\n\nerror: {arguments[0] + ' is no file' if arguments else 'SCRIPT is missing'}")
     try:
         register()
     except ImportError as error:

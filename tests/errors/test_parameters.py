@@ -258,11 +258,14 @@ def test_steps_of_some_groups(kind: Kind) -> None:
         ({"lr": 0.1}, r"param_groups\[1\]: .*must have the key 'params'"),
         ({"params": [Parameter(torch.ones(2))], "weight_deca": 0.1}, r"param_groups\[1\]: .*'weight_decay'"),
         ({"params": [Parameter(torch.ones(2))], "lr": -1.0}, r"param_groups\[1\]: lr=-1.0 is out of range"),
+        ({"params": [torch.ones(2, dtype=torch.int64)]}, r"param_groups\[1\].params\[0\] cannot be.*torch.int64"),
     ],
 )
 def test_groups_that_cannot_be_added(kind: Kind, group: dict[str, Any], text: str) -> None:
     """A dict that is written into `param_groups` is checked as `add_param_group` checks it."""
     parameters, optimizer = stepped(kind)
+    optimizer.add_param_group({"params": []})
+    optimizer.param_groups.pop()  # which the messages do not count
     optimizer.param_groups.append({**group})
     with pytest.raises((TypeError, ValueError), match=text):
         optimizer.step()

@@ -219,8 +219,10 @@ class KernelOptimizer(Reports):
         defaults = {**self.defaults, **self._default_schedules}
         param_group, layout = flat_tensors.split_layout(param_group)
         settings = self._settings if layout is None else self._settings.without_exclusions()
+        recorded = set(map(id, self._groups))
+        others = [group for group in self.param_groups if id(group) in recorded]
         group, tensors = param_groups.joining(
-            param_group, self._groups, defaults, self.algorithm, settings, self._prefix
+            param_group, index, others, defaults, self.algorithm, settings, self._prefix
         )
         flat = flat_tensors.joining(layout, group, tensors, index, self.algorithm)
         record = GroupRecord(group, flat=flat, given=tensors)

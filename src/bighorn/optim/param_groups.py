@@ -112,6 +112,7 @@ def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
 
 def joining(
     given: Group,
+    index: int,
     others: list[Group],
     defaults: Group,
     algorithm: Algorithm[Any],
@@ -122,7 +123,8 @@ def joining(
 
     Args:
         given: The group.
-        others: The groups that the optimizer has already.
+        index: Its index in `param_groups`.
+        others: The groups there that the optimizer has already.
         defaults: The values of options that the group does not have.
         algorithm: The algorithm, which declares the options.
         settings: The options of the whole optimizer.
@@ -138,7 +140,7 @@ def joining(
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
     group = settings.without_own(given)
-    settings.refuse_own(group, f"param_groups[{len(others)}]")
+    settings.refuse_own(group, f"param_groups[{index}]")
     for key in [key for key in group if str(key).lower() in NOT_ADAPTED and "adapt" in algorithm.options]:
         if truth(key, group.pop(key)) == NOT_ADAPTED[key.lower()]:
             group["adapt"] = False
@@ -178,7 +180,7 @@ def joining(
     count = max((other[COUNT] for other in others), default=0)
     complete = {**defaults, COUNT: count, **group, VERSION: FORMAT}
     for position, tensor in enumerate(tensors):
-        algorithm.refuse_unfit(complete, tensor, label_of(len(others), position, names))
+        algorithm.refuse_unfit(complete, tensor, label_of(index, position, names))
     return complete, tensors
 
 

@@ -133,6 +133,7 @@ class PlanBuilder:
                 bucket = bucket_plan.bucket
                 size = len(bucket.params), len(bucket.options.metrics)
                 bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
+                bucket_plan.is_plan = [entry.index for entry in bucket_plan.entries] == list(range(len(grads)))
         labels, row_indices = self._report_rows(len(grads))
         plan = StepPlan(
             buckets=list(self.bucket_plans.values()),

@@ -233,8 +233,6 @@ class StepPlan:
 
     def note_reads(self) -> None:
         """Note whether a step reads tensors of the buckets."""
-        for bucket_plan in self.buckets:
-            bucket_plan.is_plan = [entry.index for entry in bucket_plan.entries] == list(range(len(self.labels)))
         entries = [entry for bucket_plan in self.buckets for entry in bucket_plan.entries if not bucket_plan.direct]
         self.reads_tensors = any(launch.kernel.reads_tensors for launch in self.launches()) or any(
             entry.copied or entry.copy_dtype is not None or entry.variant.centres for entry in entries

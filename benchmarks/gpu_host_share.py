@@ -51,7 +51,7 @@ def measure(kind: type[Lamb | Came], tensors: int) -> dict[str, Any]:
         param.grad = torch.ones(16, 16)
     optimizer = kind(params, lr=0.1, backend="triton")
     whole = spread(optimizer.step, lambda: None)
-    ((kernel, *_),) = optimizer._last[0].kernels
+    ((kernel, *_),) = optimizer._steps.last[0].kernels
     assert isinstance(kernel, Stepper)
     buckets: list[Bucket[Any]] = kernel.buckets
     still: list[list[torch.Tensor | None]] = [[torch.ones(16, 16) for _ in params] for _ in "12"]

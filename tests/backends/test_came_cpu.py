@@ -16,6 +16,7 @@ from bighorn import Came, kernels
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.library import loaded
 from bighorn.kernels.cpu.tensors import TYPES
+from bighorn.kernels.options import CameOptions
 from tests.backends.test_backends import check_steps
 from tests.support.case_options import CAME_DTYPES, CAME_OPTIONS
 from tests.support.case_tensors import Grad, Leaf
@@ -62,14 +63,16 @@ def case(leaves: tuple[Leaf, ...], name: str, factor: str, dtypes: str = "float3
 
 OF_TILES = ("published", "everything", "no-memory", "no-clip")
 """Options that run with all shapes; the others run with few in the table of cases, and with all in `make slow`."""
+COMPILED = [name for name, options in CAME_OPTIONS.items() if not options.items() & CameOptions.rare.items()]
 
 
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_TILES)) for name in CAME_OPTIONS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_TILES)) for name in COMPILED]
 )
 def test_a_step_equals_the_float64_reference(factor: str, name: str) -> None:
-    check_steps("cpu", case(SMALL, name, factor))
+    # The terms of a constant gradient's sum are all rounded alike, and the residual squares the clip by that sum.
+    check_steps("cpu", case(SMALL, name, factor), roundings=1.25 if name == "large-eps" else 1)
 
 
 @pytest.mark.parametrize("leaf", LARGE, ids=lambda leaf: leaf.name)

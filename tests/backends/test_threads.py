@@ -220,7 +220,7 @@ def test_a_fork_while_another_thread_steps() -> None:
             thread = threading.Thread(target=optimizer.step_in_parts, args=([[param]], wait))
             thread.start()
             begun.wait()
-            (stepper,) = optimizer._plans._plans.values()
+            (stepper,) = optimizer._steps.plans._plans.values()
             if backend == "cpu":
                 stepper[0].kernels[0].kernel.lock.acquire()  # as inside of the library
             child = os.fork()

@@ -132,7 +132,7 @@ def test_copies_of_dicts_and_dicts_that_come_back_keep_their_schedules(kind: Kin
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
     step(optimizer, *params)
     step(twin, *twins)
-    assert optimizer._gone == {}  # a program that copies dicts at each step leaves nothing behind
+    assert optimizer._records.gone == {}  # a program that copies dicts at each step leaves nothing behind
     everything = optimizer.param_groups
     optimizer.param_groups = everything[:1]
     step(optimizer, params[0])

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Lars
-from bighorn.optim.optimizer import KernelOptimizer
+from bighorn.optim.step import Steps
 from tests.support.cases import Case, Kind, serving
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (
@@ -305,7 +305,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count
-            if frame.f_code is not KernelOptimizer._locked.__code__:
+            if frame.f_code is not Steps.alone.__code__:
                 return None
             frame.f_trace_opcodes = True
             count += event == "opcode"
@@ -316,7 +316,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            optimizer._locked(lambda: ended.append(1), waits=False)
+            optimizer._steps.alone(lambda: ended.append(1), waits=False)
         except KeyboardInterrupt:
             return True
         finally:
@@ -325,7 +325,7 @@ def test_an_interrupt_leaves_no_lock_held() -> None:
 
     at = 1
     while interrupted(at):
-        assert not optimizer._lock.locked(), at
+        assert not optimizer._steps.running, at
         at += 1
     assert at > 15
     thread = threading.Thread(target=optimizer.step)

@@ -130,7 +130,7 @@ def test_plans_are_kept_however_many_buckets_there_are() -> None:
         buckets = len(overlap._in_flight)
         overlap.step()
         overlap.zero_grad()
-        plans.append({id(plan) for plan in optimizer._last})
+        plans.append({id(plan) for plan in optimizer._steps.last})
         names = optimizer.telemetry().names
     assert buckets > 20
     assert plans[2] == plans[3]

@@ -251,6 +251,6 @@ def cost(optimizer: Optimizer) -> tuple[int, int]:
     finally:
         dist.all_reduce = all_reduce
     assert mode.get_total_counts() == len(given), "only packed sums are exchanged"
-    meshes = optimizer._presence._labels  # type: ignore[union-attr]
+    meshes = optimizer._steps.presence._labels  # type: ignore[union-attr]
     assert given[: len(meshes)] == [COMPARED] * len(meshes)
     return len(given) - len(meshes), sum(given[len(meshes) :])

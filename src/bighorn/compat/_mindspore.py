@@ -144,7 +144,7 @@ class MindSporeOptimizer(Optimizer):
 
     if TYPE_CHECKING:  # our optimizer has them
         _default_schedules: dict[str, Any]
-        _scheduled: list[dict[str, Any]]
+        _records: Any
         _is_share: bool
 
     _order: Sequence[tuple[int, int]] = ()
@@ -168,7 +168,8 @@ class MindSporeOptimizer(Optimizer):
     def get_lr(self) -> float | tuple[float, ...]:
         """Return the learning rate of the next step: one number, or one for each of `parameters` if groups differ."""
         rates = {}
-        for group, scheduled in zip(self.param_groups, self._scheduled, strict=True):
+        for record in self._records.of(self.param_groups):
+            group, scheduled = record.group, record.scheduled
             rate = group["lr"]
             if "lr" in scheduled and not scheduled["lr"].overwritten(rate):
                 rate = scheduled["lr"].schedule(group["schedule_step"])
@@ -204,7 +205,8 @@ class MindSporeOptimizer(Optimizer):
 
     def _refuse_other_length(self, lr: object) -> None:
         """Raise for a vector of learning rates of another length than one of the other groups or the default."""
-        others = [self._default_schedules.get("lr"), *(own["lr"].schedule for own in self._scheduled if "lr" in own)]
+        scheduled = [record.scheduled["lr"] for record in self._records.each if "lr" in record.scheduled]
+        others = [self._default_schedules.get("lr"), *(each.schedule for each in scheduled)]
         for other in others:
             if isinstance(lr, Values) and isinstance(other, Values) and len(lr.values) != len(other.values):
                 raise ValueError(

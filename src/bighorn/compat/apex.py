@@ -84,8 +84,8 @@ class FusedLAMB(Lamb):
         super().__setstate__(state)
         self._count_steps()
 
-    def _take_step(self, *args: Any) -> None:
-        super()._take_step(*args)
+    def _take_step(self, parts: Any = None) -> None:
+        super()._take_step(parts)
         self._count_steps()
 
     def _count_steps(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: a `state_dict` is checked, converted and loaded; the step that only creates state is detected."""
+"""Checkpoints: a `state_dict` is checked, converted and loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from bighorn.arguments import shortened
-from bighorn.distributed import sharding
 from bighorn.distributed.flat import FlatParams
 from bighorn.names import unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
@@ -19,8 +18,6 @@ from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
 from bighorn.optim.flat_tensors import state_specs
 from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of, loaded_prefix, names_in
 from bighorn.optim.state import init_or_validate_state, local_view
-from bighorn.optim.step_param import BegunStep
-from bighorn.optim.step_plan import StepPlan
 
 
 class ConvertedStateWarning(UserWarning):
@@ -251,30 +248,6 @@ def _refuse_strange(state: object, group: Group, index: int, position: int) -> N
             f"the state of {what} has {' and '.join(tensors[:2])}, and no entry of Bighorn's: it is another "
             "optimizer's, so load it into that one, or load the model alone"
         )
-
-
-def only_initialises(
-    params: Iterable[Tensor], plans: list[StepPlan], begun: BegunStep | None, states: Mapping[Tensor, Any]
-) -> bool:
-    """Whether a step at lr 0 is one by which torch.distributed.checkpoint makes an optimizer create state.
-
-    The gradients of such a step are zero. If it were counted, the first real step of those parameters would be the
-    second. The host waits for the gradients only in steps at lr 0 in which a parameter gets its state.
-
-    Args:
-        params: The parameters that take the step.
-        plans: Their plans.
-        begun: The parameters that have taken it inside backward; they start anew if the result is True.
-        states: The states of all parameters.
-    """
-    moves = begun is not None and begun.moves is not None and bool(begun.moves)
-    plans = plans if begun is None else [*begun.earlier_plans(), *plans]
-    moves = moves or any(bool(sharding.local(param.grad).any()) for param in params if param.grad is not None)
-    for reduce_group in dict.fromkeys(each for plan in plans for each in plan.meshes):
-        moves = reduce_group.any(moves)  # all ranks take the step, or none
-    if begun is not None and not moves:
-        begun.reset(states)
-    return not moves
 
 
 def _detected(groups: Any, states: Mapping[Any, Any]) -> Format | None:

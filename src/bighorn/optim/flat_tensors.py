@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,15 +57,14 @@ def joining(
     return FlatParams.of(layout, tensors, what)
 
 
-def check_grads(groups: list[Group], flat: list[FlatParams | None], present: Iterable[int]) -> None:
+def check_grads(groups: Sequence[Group], flat: Sequence[FlatParams | None]) -> None:
     """Raise for a flat tensor without a gradient, since the other ranks would wait for this one.
 
     Raises:
-        ValueError: A flat tensor of a group in this step, by the indices in `present`, has no gradient.
+        ValueError: A flat tensor of a group in this step has no gradient.
     """
-    for index in present:
-        tensors = groups[index]["params"] if flat[index] is not None else ()
-        missing = [i for i, tensor in enumerate(tensors) if tensor.grad is None]
+    for index, (group, held) in enumerate(zip(groups, flat, strict=True)):
+        missing = [i for i, tensor in enumerate(group["params"]) if held is not None and tensor.grad is None]
         if missing:
             raise ValueError(
                 f"param_groups[{index}].params[{missing[0]}] is a flat tensor without a gradient: each flat tensor "

@@ -1,27 +1,24 @@
 """The record of each group: what the optimizer knows of a group besides the options in its dict.
 
 A record belongs to its dict, not to a position: programs reorder, remove, merge, copy and assign groups.
-
-DeepSpeed's ZeRO replaces the parameters of each group by one flat tensor, and steps one group at a time: meanwhile the
-optimizer has no other groups. ZeRO 1 and 2 (0.19: utils/tensor_fragment.py, utils/mixed_precision_linkage.py) write two
-attributes into every parameter that they have copied into a flat tensor: `_dp_group`, the ranks, and `_hp_mapping`, the
-fragment on this rank or None. ZeRO 3 writes `ds_id`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from bighorn.distributed.flat import FlatLayout, FlatParams, Fragment
-from bighorn.distributed.sharding import PLAIN
+from bighorn.arguments import about
+from bighorn.distributed.flat import FlatParams
+from bighorn.optim import deepspeed, flat_tensors, param_groups
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.flat_tensors import joining
-from bighorn.optim.param_groups import label_of
-from bighorn.optim.step_options import ScheduledOptions
+from bighorn.optim.entries import Indices, check_backend, parameters
+from bighorn.optim.scheduled import ScheduledOptions, attach_schedules
+from bighorn.optim.settings import Settings
 
 
 @dataclass
@@ -42,15 +39,21 @@ class GroupRecord:
 
     flattened: list[Tensor] = field(default_factory=list)
     """The flat tensor that DeepSpeed has put in place of them."""
+    keys: tuple[str, ...] = ()
+    """The keys of the dict that were checked last."""
+    seen: tuple[object, ...] = ()
+    """The options that were checked last, in the order of the algorithm's; none before the first check."""
 
-    @property
-    def of_deepspeed(self) -> bool:
-        """Whether DeepSpeed's ZeRO has taken the parameters of the group."""
-        return any(hasattr(param, "_hp_mapping") or hasattr(param, "ds_id") for param in self.given)
+    def note_checked(self, algorithm: Algorithm[Any]) -> None:
+        """Note that the options in the dict have been checked."""
+        self.keys, self.seen = tuple(self.group), tuple(map(self.group.get, algorithm.options))
 
-    def has_other_params(self) -> bool:
-        """Whether a program has changed the parameters of the group."""
-        return list(map(id, self.group["params"])) != list(map(id, self.flattened or self.given))
+    def load(self, group: Group, algorithm: Algorithm[Any]) -> None:
+        """Take a group of a checkpoint, which has been checked, in place of the present one."""
+        self.group, self.given = group, self.given or [*group["params"]]
+        for name, option in self.scheduled.items():
+            option.written = option.left = group[name]
+        self.note_checked(algorithm)
 
     def adopt(self, index: int, algorithm: Algorithm[Any]) -> GroupRecord:
         """Return the record of the group with the parameters that it has now.
@@ -58,111 +61,188 @@ class GroupRecord:
         Raises:
             ValueError: DeepSpeed has flattened them, and there is no map, or the flat tensor cannot be optimized.
         """
-        if not self.has_other_params():
-            return self
         params = self.group["params"]
-        flat = all(type(p) in PLAIN and p.dim() == 1 and not hasattr(p, "_hp_mapping") for p in params)
-        if flat and params and self.of_deepspeed:
-            held = _flattened(self.group, index, self.given, algorithm)
-            return GroupRecord(self.group, self.scheduled, held, self.given, [*params])
-        return GroupRecord(self.group, self.scheduled, None, [*params])
+        if list(map(id, params)) == list(map(id, self.flattened or self.given)):
+            return self
+        if deepspeed.has_flattened(params, self.given):
+            held = deepspeed.flattened(self.group, index, self.given, algorithm)
+            return replace(self, flat=held, flattened=[*params])
+        return replace(self, flat=None, given=[*params], flattened=[])
+
+    def copied(self, group: Group) -> GroupRecord:
+        """Return the record of a dict that has taken the place of this one."""
+        for key, value in self.group.items():
+            if key != "param_names":
+                group.setdefault(key, value)
+        scheduled = {name: replace(each) for name, each in self.scheduled.items()}
+        return replace(self, group=group, scheduled=scheduled, keys=(), seen=())
 
 
-Gone = dict[int, tuple[list[int], ScheduledOptions]]
-"""The schedules of dicts that are gone, by their `id`, with the `id`s of their parameters: they may come back."""
+class GroupRecords:
+    """The records of an optimizer's groups, also of those that DeepSpeed takes out of `param_groups` for a step.
 
-Join = Callable[[Group, int], GroupRecord]
-"""A function from an unknown dict in `param_groups`, and its index, to its record."""
-
-
-def adopted(
-    groups: list[Group], records: Sequence[GroupRecord], gone: Gone, join: Join, algorithm: Algorithm[Any]
-) -> list[GroupRecord]:
-    """Return the records of the groups in `param_groups`, old and new ones.
-
-    A dict that is gone takes its record along, unless DeepSpeed has taken it away for a step; `gone` keeps its
-    schedules, and no parameters. A copy of a dict, with one of its parameters, gets a copy of its record.
-
-    Raises:
-        TypeError: As for `add_param_group`.
-        ValueError: As for `add_param_group` and `GroupRecord.adopt`.
+    Args:
+        algorithm: The algorithm, which declares the options of a group.
+        settings: The options of the whole optimizer.
+        default_schedules: The schedules of groups that have none of their own.
+        prefix: The prefix of wrappers that is removed from parameters' names; None if parameters have no names.
     """
-    record_of = {id(record.group): record for record in records}
-    present = set(map(id, groups))
-    left = [record for record in records if id(record.group) not in present]
-    if present < record_of.keys() and any(record.of_deepspeed for record in records):
-        found, left = list(records), []
-    else:
-        holder = {id(param): record for record in left for param in record.given}
-        found = []
-        for index, group in enumerate(groups):
-            record = record_of.get(id(group))
-            if record is None and isinstance(group, dict):
-                shared = (holder[id(param)] for param in group.get("params", ()) if id(param) in holder)
-                record = _copied(group, next(shared, None))
-            if record is None:
-                record = join(group, index)
-                ids, scheduled = gone.get(id(group), ([], {}))
-                record.scheduled |= scheduled if ids == list(map(id, record.given)) else {}
-            found.append(record)
-    found = [record.adopt(index, algorithm) for index, record in enumerate(found)]
-    remaining = {id(param) for group in groups for param in group["params"]}
-    for record in left:
-        if record.scheduled and remaining.isdisjoint(map(id, record.given)):  # no copy has taken its place
-            gone[id(record.group)] = list(map(id, record.given)), record.scheduled
-    for each in present & gone.keys():
-        del gone[each]
-    return found
 
+    def __init__(
+        self, algorithm: Algorithm[Any], settings: Settings, default_schedules: Mapping[str, Any], prefix: str | None
+    ) -> None:
+        self.algorithm, self.settings = algorithm, settings
+        self.default_schedules, self.prefix = default_schedules, prefix
+        self.each: list[GroupRecord] = []
+        self.groups: list[Group] = []
+        """The dicts of the records."""
+        self.has_flat = False
+        """Whether a group has flat tensors."""
+        self.gone: dict[int, tuple[list[int], ScheduledOptions]] = {}
+        """The schedules of dicts that are gone, by their `id`, with the `id`s of their parameters: they may come back.
+        """
+        self._group_ids: list[int] = []
+        self._param_ids: list[int] = []
+        self._name_of: dict[int, str] = {}
+        """The names of these parameters, by their `id`."""
 
-def _copied(group: Group, record: GroupRecord | None) -> GroupRecord | None:
-    """Return the record of a dict that has taken the place of another one."""
-    if record is None:
-        return None
-    for key, value in record.group.items():
-        if key != "param_names":
-            group.setdefault(key, value)
-    scheduled = {name: replace(each) for name, each in record.scheduled.items()}
-    return GroupRecord(group, scheduled, record.flat, record.given, record.flattened)
+    # ---- the records of a list of groups -----------------------------------------------------------------------------
 
+    def of(self, groups: Sequence[Group]) -> list[GroupRecord]:
+        """Return the record of each group; an empty one for a dict that has none yet."""
+        record_of = {id(record.group): record for record in self.each}
+        return [record_of.get(id(group)) or GroupRecord(group) for group in groups]
 
-def _flattened(group: Group, index: int, given: list[Tensor], algorithm: Algorithm[Any]) -> FlatParams | None:
-    """Return the parameters in the flat tensor that DeepSpeed has put in place of a group's."""
-    reason = None
-    if any(hasattr(param, "ds_id") for param in given):
-        reason = "DeepSpeed's ZeRO-3 has done so, which cannot be served: use ZeRO 1 or 2, or fully_shard"
-    elif len(group["params"]) > 1:
-        reason = "they are several, where DeepSpeed's map is for one"
-    if reason is not None:
-        raise ValueError(
-            f"the {len(given)} parameters of param_groups[{index}] were replaced by {len(group['params'])} flat, whose "
-            f"norms are no layer's: {reason}"
-        )
-    names = [label_of(index, position, group.get("param_names")) for position in range(len(given))]
-    layout = _layout_of(given, names, group["params"][0])
-    return joining(layout, group, group["params"], index, algorithm)
+    def stepping(self, groups: Sequence[Group]) -> Sequence[GroupRecord]:
+        """Return the records of a step of these groups, which DeepSpeed has left alone in `param_groups`.
 
-
-def _layout_of(params: Sequence[Tensor], names: Sequence[str], flat: Tensor) -> FlatLayout:
-    """Return the layout of a group's flat tensor, which DeepSpeed has put in place of the group's parameters.
-
-    Raises:
-        ValueError: The flat tensor is not the one to which the map belongs.
-    """
-    fragments, group = [], None
-    for param, name in zip(params, names, strict=True):
-        if not hasattr(param, "_hp_mapping"):
-            continue  # a frozen parameter
-        group, mapping = param._dp_group, param._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:
-            continue
-        there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
-        own = flat[there.start : there.start + there.numel]
-        if own.data_ptr() != mapping.hp_fragment.data_ptr() or own.shape != mapping.hp_fragment.shape:
+        Raises:
+            ValueError: An option needs the gradients of all groups.
+        """
+        count = sum(bool(group["params"]) for group in self.groups)
+        if (option := self.settings.all_grads_option) is not None and len(groups) < count:
             raise ValueError(
-                f"DeepSpeed's map of {name} belongs to another tensor than the one in its group: do not replace the "
-                "parameters of the groups after deepspeed.initialize"
+                f"{option} uses all gradients, and this step is of {len(groups)} of {count} groups, as DeepSpeed's "
+                "ZeRO steps them: leave it out, and set gradient_clipping in DeepSpeed's configuration, whose loss "
+                "scaler skips overflows as well"
             )
-        shape = tuple(param.shape)
-        fragments.append(Fragment(name, shape, there.numel, start=there.start, offset=here.start))
-    return FlatLayout([fragments], group)
+        return self.of(groups)
+
+    def indices(self) -> Indices:
+        """Return the place of each parameter."""
+        return {id(param): (index, position) for index, position, param in parameters(self.groups)}
+
+    @property
+    def flat(self) -> list[FlatParams | None]:
+        """The parameters in the flat tensors of each group."""
+        return [record.flat for record in self.each]
+
+    @property
+    def count(self) -> int:
+        """The number of parameters."""
+        return len(self._param_ids)
+
+    # ---- changes of groups -------------------------------------------------------------------------------------------
+
+    def joining(self, group: Group, index: int, present: Sequence[Group], defaults: Mapping[str, Any]) -> GroupRecord:
+        """Return the record of a group that is to be added to those present, checked, with every option.
+
+        Raises:
+            TypeError: As for `add_param_group`.
+            ValueError: As for `add_param_group`.
+        """
+        group, layout = flat_tensors.split_layout(group)
+        settings = self.settings if layout is None else self.settings.without_exclusions()
+        recorded = set(map(id, self.groups))
+        others = [other for other in present if id(other) in recorded]
+        complete, tensors = param_groups.joining(
+            group, index, others, {**defaults, **self.default_schedules}, self.algorithm, settings, self.prefix
+        )
+        flat = flat_tensors.joining(layout, complete, tensors, index, self.algorithm)
+        record = GroupRecord(complete, flat=flat, given=tensors)
+        attach_schedules(complete, record.scheduled)
+        if settings.backend != "auto":
+            check_backend(complete, index, tensors, self.algorithm, settings)
+        record.note_checked(self.algorithm)
+        return record
+
+    def add(self, record: GroupRecord) -> None:
+        """Add a record."""
+        self.each.append(record)
+        self.groups.append(record.group)
+        self.has_flat |= record.flat is not None
+        self._group_ids.append(id(record.group))
+        ids = list(map(id, record.group["params"]))
+        self._param_ids += ids
+        named = map(id, record.given) if record.flattened else ids
+        self._name_of.update(zip(named, record.group.get("param_names", ()), strict=False))
+
+    def keep(self, records: Sequence[GroupRecord]) -> None:
+        """Keep these records alone."""
+        if self._name_of:
+            param_groups.follow_names([each.group for each in records if not each.flattened], self._name_of)
+        self.each, self.groups, self.has_flat = [], [], False
+        self._group_ids, self._param_ids, self._name_of = [], [], {}
+        for record in records:
+            self.add(record)
+
+    def unchanged(self, groups: Sequence[Group]) -> list[Tensor] | None:
+        """Return the parameters of the groups if a program has changed neither since the last step, else None."""
+        if list(map(id, groups)) != self._group_ids:
+            return None
+        params = list(itertools.chain.from_iterable([group["params"] for group in groups]))
+        return params if list(map(id, params)) == self._param_ids else None
+
+    def adopt(self, groups: list[Group], defaults: Mapping[str, Any]) -> bool:
+        """Adopt what a program has changed in these groups; return whether there are other records now.
+
+        A dict that is gone takes its record along, unless DeepSpeed has taken it away for a step; `gone` keeps its
+        schedules, and no parameters. A copy of a dict, with one of its parameters, gets a copy of its record. An
+        unknown dict joins as if it had been added.
+
+        Raises:
+            TypeError: As for `add_param_group`.
+            ValueError: As for `add_param_group` and `GroupRecord.adopt`.
+        """
+        record_of = {id(record.group): record for record in self.each}
+        present = set(map(id, groups))
+        if present < record_of.keys() and any(deepspeed.has_taken(record.given) for record in self.each):
+            found, left = self.each, []
+        else:
+            left = [record for record in self.each if id(record.group) not in present]
+            holder = {id(param): record for record in left for param in record.given}
+            found = [
+                record_of.get(id(group)) or self._new(group, index, groups, holder, defaults)
+                for index, group in enumerate(groups)
+            ]
+        found = [record.adopt(index, self.algorithm) for index, record in enumerate(found)]
+        remaining = {id(param) for group in groups for param in group["params"]}
+        for record in left:
+            if record.scheduled and remaining.isdisjoint(map(id, record.given)):  # no copy has taken its place
+                self.gone[id(record.group)] = list(map(id, record.given)), record.scheduled
+        for each in present & self.gone.keys():
+            del self.gone[each]
+        if list(map(id, found)) == list(map(id, self.each)):
+            return False
+        self.keep(found)
+        return True
+
+    def _new(
+        self,
+        group: Group,
+        index: int,
+        groups: Sequence[Group],
+        holder: Mapping[int, GroupRecord],
+        defaults: Mapping[str, Any],
+    ) -> GroupRecord:
+        """Return the record of an unknown dict; `holder` has the records of dicts that are gone, by parameter."""
+        params = group.get("params", ()) if isinstance(group, dict) else ()
+        if (before := next((holder[id(param)] for param in params if id(param) in holder), None)) is not None:
+            return before.copied(group)
+        with about(f"param_groups[{index}]"):
+            record = self.joining(group, index, groups, defaults)
+        group.update(record.group)
+        record.group = group
+        ids, scheduled = self.gone.get(id(group), ([], {}))
+        record.scheduled |= scheduled if ids == list(map(id, record.given)) else {}
+        return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from bighorn.optim.state import REAL_DTYPES, is_dense
 from bighorn.optim.step_plan import StepPlan
 
 MOST_PLANS = 8
-"""The most plans that are kept for each part of a step, for sets of parameters that alternate."""
+"""The most plans that are kept of each parameter, on average, for sets of parameters that alternate."""
 
 State = dict[str, Any]
 Guard = Callable[[Sequence[Any]], bool]
@@ -60,27 +60,29 @@ class StepParams(NamedTuple):
                 params = list(itertools.compress(params, takes_part))
                 grads = list(itertools.compress(grads, takes_part))
             present = list(map(operator.is_not, grads, itertools.repeat(None)))
+            if not any(present):
+                return NOTHING
         if not plain:
             grads = [g if g is None else sharding.aligned(g, p) for g, p in zip(grads, params, strict=True)]
         return cls(params, grads, present, plain)
 
     def with_grad(self) -> StepParams:
-        """Return the parameters that have a gradient."""
-        params, grads = itertools.compress(self.params, self.present), itertools.compress(self.grads, self.present)
-        return StepParams(list(params), list(grads), [True] * sum(self.present), self.plain)
+        """Return these without the parameters that have no gradient."""
+        grads = itertools.compress(self.grads, self.present)
+        return StepParams(list(self.having_grad()), list(grads), [True] * sum(self.present), self.plain)
 
-    def divided(self, parts: list[list[Tensor]] | None) -> list[StepParams]:
-        """Return the parameters of each part, or all of them; a part without gradients has no parameters.
+    def having_grad(self) -> Iterator[Tensor]:
+        """Return the parameters that have a gradient."""
+        return itertools.compress(self.params, self.present)
+
+    def divided(self, parts: list[list[Tensor]]) -> list[StepParams]:
+        """Return the parameters of each part; a part without gradients has no parameters.
 
         Raises:
             ValueError: A parameter that has a gradient is in none of the parts.
         """
-        divided = [self] if parts is None else self._cut(parts)
-        return [part if any(part.present) else NOTHING for part in divided]
-
-    def _cut(self, parts: list[list[Tensor]]) -> list[StepParams]:
         part_of = {id(param): i for i, part in enumerate(parts) for param in part}
-        having = self.with_grad().params
+        having = list(self.having_grad())
         if missing := sum(id(param) not in part_of for param in having):
             raise ValueError(f"parts leave out {missing} of {len(having)} parameters that have a gradient")
         members: list[list[tuple[Tensor, Tensor | None]]] = [[] for _ in parts]
@@ -89,6 +91,8 @@ class StepParams(NamedTuple):
                 members[part_of[id(param)]].append((param, grad))
         return [
             StepParams([p for p, _ in each], [g for _, g in each], [g is not None for _, g in each], self.plain)
+            if any(grad is not None for _, grad in each)
+            else NOTHING
             for each in members
         ]
 
@@ -114,6 +118,8 @@ class PlanCache:
     """The plans that an optimizer has prepared, by their parameters."""
 
     _plans: dict[tuple[int, ...], tuple[StepPlan, PlanGuards]] = field(default_factory=dict)
+    _params: int = 0
+    """The number of parameters of all plans, or more."""
 
     def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
         """Return the plan of these parameters, bound to this step's gradients, if its guards hold or can be renewed."""
@@ -144,11 +150,13 @@ class PlanCache:
         return plan
 
     def keep(
-        self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], parts: int
+        self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], most: int
     ) -> None:
-        """Store the plan of a step that has so many parts."""
-        if len(self._plans) >= MOST_PLANS * parts:
+        """Store a plan; if the plans have more than `most` parameters, it is the only one then."""
+        self._params += len(mine.params)
+        if self._params > most:
             self._plans.clear()
+            self._params = len(mine.params)
         inputs = GuardInputs.of(mine._replace(grads=[*expected(mine.params, mine.grads)]), groups, state)
         guards = PlanGuards(inputs, [entry for param in mine.params for entry in state.get(param, {}).values()])
         self._plans[tuple(map(id, mine.params))] = plan, guards

@@ -22,10 +22,11 @@ from bighorn.kernels import codec
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.entry import Entry
 from bighorn.optim.group_records import GroupRecord
+from bighorn.optim.scheduled import ScheduledOptions
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import STEP_BYTES, local_view, real_view, same_layout
-from bighorn.optim.step_options import OptionGuard, ScheduledOptions, attach_all
-from bighorn.optim.step_plan import StepPlan
+from bighorn.optim.step import Steps
+from bighorn.optim.step_options import attach_all, check_changed
 
 MOST_NAMES = 4
 """The number of names that a line lists."""
@@ -62,8 +63,7 @@ class Reports(Optimizer):
 
     algorithm: ClassVar[Algorithm[Any]]
     _settings: Settings
-    _last: tuple[StepPlan, ...]
-    _skipped: Tensor | None
+    _steps: Steps
 
     @abstractmethod
     def _present_records(self) -> list[GroupRecord]:
@@ -75,13 +75,14 @@ class Reports(Optimizer):
 
     def _metrics(self) -> dict[str, Any]:
         """The fields of telemetry by name: names, the algorithm's metrics, the learning rate, and skipped steps."""
+        skipped = self._steps.skipped
         columns = (*self.algorithm.kernel_options_type.metrics, "lr")
         table = torch.zeros(0, len(columns), dtype=torch.float32, device="cpu")
-        if pieces := [plan.metrics() for plan in self._last]:
+        if pieces := [plan.metrics() for plan in self._steps.last]:
             table = torch.cat([piece.to(pieces[0].device) for piece in pieces])
-        skipped = torch.zeros((), dtype=torch.int64, device="cpu") if self._skipped is None else self._skipped.clone()
+        skipped = torch.zeros((), dtype=torch.int64, device="cpu") if skipped is None else skipped.clone()
         return {
-            "names": _distinct([label for plan in self._last for label in plan.step_labels()]),
+            "names": _distinct([label for plan in self._steps.last for label in plan.step_labels()]),
             **dict(zip(columns, table.unbind(dim=1), strict=True)),
             "skipped": skipped,
         }
@@ -174,10 +175,10 @@ class Reports(Optimizer):
             ValueError: The requested backend does not serve a tensor, for which `step` raises too.
         """
         # A report changes none.
-        groups = list(map(dict, self.param_groups))
-        scheduled = [dict(record.scheduled) for record in self._present_records()]
-        attach_all(groups, scheduled, self.defaults, self.algorithm)
-        OptionGuard().refresh(groups, self.defaults, self.algorithm, self._settings)
+        records = [record.copied({**record.group}) for record in self._present_records()]
+        groups, scheduled = [record.group for record in records], [record.scheduled for record in records]
+        attach_all(records, self.defaults, self.algorithm)
+        check_changed(records, self.defaults, self.algorithm, self._settings)
         entries = list(self._entries(groups))
         kernels = _explained(entries, groups, self.algorithm, self._settings.backend)
         more = _options_of_groups(entries, scheduled, groups, self.algorithm, self._settings)

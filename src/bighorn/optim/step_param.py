@@ -1,4 +1,4 @@
-"""Gradient release: a step that each parameter takes as soon as its gradient is complete, and protocols for it."""
+"""Gradient release: the parameters that take a step as soon as their gradients are complete, and protocols for it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from bighorn.distributed import sharding
 from bighorn.optim.algorithm import Group
 from bighorn.optim.entries import Indices
 from bighorn.optim.param_groups import label_of
-from bighorn.optim.step_options import ScheduleStep
 from bighorn.optim.step_plan import StepPlan
 
 
 @dataclass
-class BegunStep:
-    """A step that some parameters have taken and that `step()` has not ended."""
+class Released:
+    """The parameters that have taken a step which `step()` has not ended."""
 
-    schedule: ScheduleStep
     indices: Indices
     handed_in: bool = False
     """Whether a trainer's hooks hand in the parameters, and may never call `step()`."""
@@ -34,15 +32,37 @@ class BegunStep:
     moves: Tensor | None = None
     """Whether a gradient was not zero, at learning rates of 0."""
 
-    def add(self, param: Tensor, plan: StepPlan, fresh: bool, at_rest: bool) -> None:
-        """Add a parameter that takes the step now. `at_rest`: the learning rates are 0."""
+    def check(self, param: Tensor, groups: list[Group]) -> str:
+        """Return the name of a parameter in messages; raise for one that cannot take the step.
+
+        Raises:
+            RuntimeError: The parameter has taken the step already.
+            ValueError: The optimizer does not hold the parameter, or it has no gradient.
+        """
+        if id(param) not in self.indices:
+            what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+            raise ValueError(f"{what} is no parameter of this optimizer")
+        index, position = self.indices[id(param)]
+        label = label_of(index, position, groups[index].get("param_names"))
+        if param.grad is None:
+            raise ValueError(f"{label} has no gradient to be stepped with: run backward() first")
+        if param in self.plans:
+            raise RuntimeError(
+                f"{label} has taken this step already, and now has another gradient: call "
+                "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
+                "that share the parameter, cannot be added up where each is stepped as soon as it is there"
+            )
+        return label
+
+    def add(self, param: Tensor, plan: StepPlan, *, fresh: bool, at_rest: bool) -> None:
+        """Add a parameter that has taken the step. `at_rest`: the learning rates are 0."""
         self.plans[param] = plan
         self.fresh += [param] * fresh
         if at_rest and param.grad is not None:
             moves = sharding.local(param.grad).any()
             self.moves = moves if self.moves is None else moves | self.moves.to(moves.device)
 
-    def earlier_plans(self) -> list[StepPlan]:
+    def plans_once(self) -> list[StepPlan]:
         """Return the plans of the parameters that have taken the step, each once."""
         return list({id(plan): plan for plan in self.plans.values()}.values())
 
@@ -60,7 +80,7 @@ class BegunStep:
             self.closed = False
 
 
-def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group: object) -> bool:
+def can_step(optimizer: Optimizer, released: Released | None, param: Tensor, group: object) -> bool:
     """Whether a trainer's hook, which passes a group, has a gradient to step with; end the last step if need be.
 
     Such trainers may never call `step()`: their `zero_grad()` ends a step, or else a parameter's second gradient.
@@ -74,29 +94,6 @@ def can_step(optimizer: Optimizer, begun: BegunStep | None, param: Tensor, group
         raise TypeError(f"group must be the parameter's group, a dict of param_groups, not a {type(group).__name__}")
     if param.grad is None:
         return False
-    if begun is not None and param in begun.plans:
-        begun.end(optimizer)
+    if released is not None and param in released.plans:
+        released.end(optimizer)
     return True
-
-
-def check_step_param(param: Tensor, indices: Indices, begun: BegunStep | None, groups: list[Group]) -> str:
-    """Return the name of a parameter in messages; raise for one that cannot take such a step.
-
-    Raises:
-        RuntimeError: The parameter has taken the step already.
-        ValueError: The optimizer does not hold the parameter, or it has no gradient.
-    """
-    if id(param) not in indices:
-        what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-        raise ValueError(f"{what} is no parameter of this optimizer")
-    index, position = indices[id(param)]
-    label = label_of(index, position, groups[index].get("param_names"))
-    if param.grad is None:
-        raise ValueError(f"{label} has no gradient to be stepped with: run backward() first")
-    if begun is not None and param in begun.plans:
-        raise RuntimeError(
-            f"{label} has taken this step already, and now has another gradient: call "
-            "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
-            "that share the parameter, cannot be added up where each is stepped as soon as it is there"
-        )
-    return label

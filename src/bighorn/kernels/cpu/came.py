@@ -88,21 +88,21 @@ class Came(Stepper[CameOptions]):
             if sent is not sums:
                 sums.copy_(sent)
         self._run(bound, scale, table, len(shards.sums))
-        self.advance(bound)
+        loaded().bighorn_advance(bound.counts, bound.counted)
 
     def _run(self, bound: Bound, grad_scale: float, shards: Tensor | None, index: int) -> None:
         beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         with self.lock:
             loaded().bighorn_came_step(
                 bound.how,
-                self.c_options(),
+                bound.options,
                 self.rows.data_ptr(),
                 None if shards is None else shards.data_ptr(),
                 self.gradients.data_ptr(),
-                address(bound.addresses),
+                bound.addresses,
                 address(beta2s),
-                address(bound.order),
-                len(bound.order),
+                bound.order,
+                bound.rows,
                 grad_scale,
                 index,
                 self.workspace.data_ptr(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket, Shard
-from bighorn.kernels.cpu.library import NO_BLOCKS, STRUCTURES, address, layer_step, loaded, scratch
+from bighorn.kernels.cpu.library import NO_BLOCKS, SCRATCH, STRUCTURES, layer_step, loaded
 from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported_reason, weights
 from bighorn.kernels.options import Options
@@ -52,9 +52,8 @@ class LayerwiseStepper(Stepper[Options]):
         )
 
     def reserve(self, threads: int) -> None:
-        """Allocate the scratch and the partial sums, which do not depend on the number of threads."""
+        """Allocate the partial sums, which do not depend on the number of threads."""
         del threads
-        scratch()
         most = loaded().bighorn_layer_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
@@ -72,19 +71,19 @@ class LayerwiseStepper(Stepper[Options]):
         self._run(bound, scale, FIRST, sums)
         yield sums.view(-1)
         self._run(bound, scale, SECOND, sums)
-        self.advance(bound)
+        loaded().bighorn_advance(bound.counts, bound.counted)
 
     def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None) -> None:
-        buffer = scratch()
+        buffer = SCRATCH.tensor
         with self.lock:
             layer_step(self.buckets[0].options.algorithm)(
                 bound.how,
-                self.c_options(),
+                bound.options,
                 self.rows.data_ptr(),
                 self.gradients.data_ptr(),
-                address(bound.addresses),
-                address(bound.order),
-                len(bound.order),
+                bound.addresses,
+                bound.order,
+                bound.rows,
                 grad_scale,
                 self.partial.data_ptr(),
                 buffer.data_ptr(),

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bighorn.kernels.cpu import abi
 
@@ -167,19 +166,21 @@ STRUCTURES: abi.Structures = abi.structures_of(abi.fields_of(LIBRARY)) if LIBRAR
 OPENMP = openmp(runtime())
 CORES = cores()
 _forked = False
-_scratch = threading.local()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def scratch() -> Tensor:
-    """Return the calling thread's scratch, which is allocated once."""
-    if not hasattr(_scratch, "tensor"):
-        _scratch.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device="cpu")
-    tensor: Tensor = _scratch.tensor
-    return tensor
+class Scratch(threading.local):
+    """Each thread's scratch, which is allocated once."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device="cpu")
 
 
+SCRATCH = Scratch()
+
+
+@functools.cache
 def loaded() -> ctypes.CDLL:
     """Return the library, after `unsupported` has found that there is one."""
     assert LIBRARY is not None, LIBRARY_DETAIL

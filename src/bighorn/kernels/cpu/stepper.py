@@ -21,16 +21,24 @@ from bighorn.kernels.options import Options
 
 
 class Bound(NamedTuple):
-    """The inputs of a step; each thread has its own, since two may step at once."""
+    """The inputs of a step; each thread has its own, since two may step at once. Tables are their addresses."""
 
     grads: list[Tensor | None]
     """The gradients, which exist as long as their addresses are used."""
-    addresses: array[int]
+    arrays: tuple[array[int], ...]
+    """The tables, kept alive."""
+    addresses: int
     """The address of each gradient, 0 for None."""
-    order: array[int]
+    order: int
     """The indices of the rows that take part, the largest first."""
-    counts: array[int]
+    rows: int
+    """The number of these rows."""
+    counts: int
     """The addresses of the step counts of these rows."""
+    counted: int
+    """The number of step counts."""
+    options: Any
+    """The options of each bucket."""
     how: Any
     """The `RunConfig` of the call."""
 
@@ -105,7 +113,7 @@ class Stepper(Generic[Options]):
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
         each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
         grads, known = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
-        addresses, order, counts, how = array("Q", known), self.largest_first, self.all_counts, run()
+        addresses, order, counts = array("Q", known), self.largest_first, self.all_counts
         if sum([len(bucket.unique_steps) for bucket in self.buckets]) != len(counts):
             counts = self._addresses_of_counts()
         if len(grads) < len(order):
@@ -114,10 +122,22 @@ class Stepper(Generic[Options]):
         if 0 in known and not all(present := list(map(operator.is_not, grads, itertools.repeat(None)))):
             order = array("q", filter(present.__getitem__, order))
         with self.lock:
+            options, how = self.c_options(), run()
             if how.threads > self.threads:
                 self.reserve(how.threads)
                 self.threads = how.threads
-            self.bound = Bound(grads, addresses, order, counts, how)
+            arrays = addresses, order, counts
+            self.bound = Bound(
+                grads,
+                arrays,
+                address(addresses),
+                address(order),
+                len(order),
+                address(counts),
+                len(counts),
+                options,
+                how,
+            )
 
     def reserve(self, threads: int) -> None:
         """Allocate memory for this number of threads, if an algorithm needs any."""
@@ -135,8 +155,8 @@ class Stepper(Generic[Options]):
         if bound is None:
             raise RuntimeError(RACE)
         with self.lock:
-            gradients, addresses = self.gradients.data_ptr(), bound.addresses
-            total = loaded().bighorn_square_sum(bound.how, gradients, address(addresses), len(addresses), sums)
+            gradients, count = self.gradients.data_ptr(), len(bound.grads)
+            total = loaded().bighorn_square_sum(bound.how, gradients, bound.addresses, count, sums)
         return torch.tensor(total, dtype=torch.float64, device="cpu")
 
     def step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> None:
@@ -145,7 +165,7 @@ class Stepper(Generic[Options]):
         if apply_mask is not None and not apply_mask:
             return
         self.launch(bound, float(grad_scale))
-        self.advance(bound)
+        loaded().bighorn_advance(bound.counts, bound.counted)
 
     def c_options(self) -> ctypes.Array[Any]:
         """Return the options of each bucket as the library reads them, converted if a bucket has others than before."""
@@ -156,10 +176,6 @@ class Stepper(Generic[Options]):
             update_options(held[1], held[0], options)
             held = self.converted = options, held[1]
         return held[1]
-
-    def advance(self, bound: Bound) -> None:
-        """Count the step."""
-        loaded().bighorn_advance(address(bound.counts), len(bound.counts))
 
     def launch(self, bound: Bound, grad_scale: float) -> None:
         """Step the rows that are bound, without counting the step."""

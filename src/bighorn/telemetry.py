@@ -25,9 +25,6 @@ SLOW = 0.05
 REPORTS = 3
 """The number of reports in a row after which slow layers are named."""
 
-MULTIPLIERS = ("trust_ratio", "confidence")
-"""The metrics by which optimizers multiply a layer's learning rate."""
-
 
 def scalars(optimizer: Optimizer) -> dict[str, float]:
     """Return the metrics of `optimizer.telemetry()` by tags METRIC/LAYER. The host waits for the device once.
@@ -56,27 +53,18 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
         >>> telemetry.scalars(optimizer)["effective_lr/weight"]
         0.5
     """
-    metrics_by_name = vars(_telemetric(optimizer).telemetry())
+    inner = _telemetric(optimizer)
+    metrics_by_name = vars(inner.telemetry())
     names, skipped = metrics_by_name.pop("names"), metrics_by_name.pop("skipped")
     if not names:
         return {}
     columns = torch.stack(list(metrics_by_name.values()))
     *rows, count = torch.cat([columns.flatten(), skipped.to(columns).reshape(1)]).tolist()
     metrics = {metric: rows[i * len(names) : (i + 1) * len(names)] for i, metric in enumerate(metrics_by_name)}
-    multiplier = next((metrics[name] for name in MULTIPLIERS if name in metrics), [1.0] * len(names))
+    multiplier = metrics.get(inner.algorithm.kernel_options_type.multiplier, [1.0] * len(names))
     metrics["effective_lr"] = [lr * by for lr, by in zip(metrics["lr"], multiplier, strict=True)]
     by_tag = {f"{metric}/{name}": v for metric, of in metrics.items() for name, v in zip(names, of, strict=True)}
     return {**by_tag, "skipped_steps": count}
-
-
-HINTS = {
-    "lamb": "LAMB's trust ratio of each stays below {below:g}: it moves by lr times its own small norm. Exclude such "
-    'layers, as exclude_from_layer_adaptation=["lora_B"] does LoRA\'s, or by bighorn.groups.zero_initialized before '
-    "training",
-    "lars": "LARS's trust ratio of each, 1 in its first step, stays below {below:g} since: that step was too large. "
-    'Exclude biases and norms, with exclude_from_layer_adaptation="ndim<2"',
-}
-"""The warnings about layers that started at zero, by algorithm."""
 
 
 class SlowLayers:
@@ -118,7 +106,7 @@ class SlowLayers:
         """Keep the norms of the first step that this is called after; CAME has no trust ratio."""
         if self._first is None:
             inner = _telemetric(optimizer)
-            last, self._hint = inner.telemetry(), HINTS.get(inner.algorithm.name)
+            last, self._hint = inner.telemetry(), inner.algorithm.slow_layers_hint
             if last.names:
                 self._first = (last.names, last.weight_norm.clone()) if self._hint else ((), last.lr[:0])
 

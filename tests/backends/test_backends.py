@@ -85,15 +85,17 @@ def rounding_watched() -> Iterator[Bounds]:
     """Collect the codes that the reference's moments could have within float32's rounding of their sums."""
     bounds: Bounds = {}
 
-    def rounded(name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST) -> dict[str, Tensor]:
-        new, form = codec.quantize(name, values, like, dither), codec.form_of(name, like)
+    def rounded(
+        forms: codec.Forms, name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST
+    ) -> dict[str, Tensor]:
+        new, form = codec.quantize(forms, name, values, like, dither), codec.form_of(forms, name, like)
         dither = dither if form is not None and form.dtype == torch.uint8 else codec.NEAREST
         if form is not None and form.dtype not in LOW:
             largest = torch.full_like(new[name], 0x77 if form.int4 else torch.iinfo(form.dtype).max)
             top = codec.decode(largest, new[f"{name}_scale"], form).view(values.shape)
-            old = codec.dequantize(name, like, values.shape)
+            old = codec.dequantize(forms, name, like, values.shape)
             if form.relative:
-                root = codec.dequantize("exp_avg_sq", like).sqrt().view(values.shape)
+                root = codec.dequantize(forms, form.relative, like).sqrt().view(values.shape)
                 values, old = (torch.where(root == 0, 0.0, each / root) for each in (values, old))
             slack = (
                 ROUNDING_OF_A_MOMENT
@@ -189,7 +191,7 @@ def assert_same_state(
         elif mine.dtype in (torch.int8, torch.uint8):
             apart |= assert_same_codes(mine, exact[key], bounds, f"{what} {key}", key)
         else:
-            relative = key == "exp_avg_scale" and codec.form_of("exp_avg", ours) is codec.RATIOS
+            relative = key == "exp_avg_scale" and "exp_avg_sq_scale" in ours and ours["exp_avg"].dtype == torch.uint8
             exact_to = TOLERANCE[mine.dtype][2] * (ROUNDINGS_OF_A_RATIO if relative else 1)
             bound = TIE if apart and (relative or key.startswith("exp_avg_res")) else roundings * exact_to
             assert_norm(mine, true, bound * size(true, old), f"{what} {key}")

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Lamb, kernels
-from bighorn.kernels import Bucket, LambOptions, codec, rounding
+from bighorn.kernels import Bucket, codec, rounding
 from bighorn.kernels.cpu.tensors import ROUNDING_MODES
+from bighorn.kernels.options import LambOptions
 from bighorn.kernels.triton import came, came_shards, device, lamb, launch_group, tables, tiles
 from bighorn.kernels.triton import columns as of_tables
 from bighorn_workbench.shapes import SHAPES

@@ -158,7 +158,7 @@ def test_blocks_of_all_matrices_together_become_blocks_of_their_rows(bits: int, 
     else:
         new = values.abs().amax(dim=-1, keepdim=True)
         torch.testing.assert_close(state["exp_avg_scale"], new)
-        now = codec.dequantize("exp_avg", state, parameter.shape)
+        now = codec.dequantize(optimizer.algorithm.forms, "exp_avg", state, parameter.shape)
         assert ((now - values).abs() <= 1.001 / (2 * top) * new).all()
         assert state["exp_avg"].shape == (shape if bits == 8 else (*shape[:-1], width // 2))
     optimizer.step()

@@ -57,3 +57,22 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
 def test_a_change_is_read_as_two_texts() -> None:
     page = "```diff\n+++ a/b.py\n one\n-two\n+three\n```\n"
     assert changes(page) == [("a/b.py", "one\ntwo\n", "one\nthree\n")]
+
+
+def test_every_identifier_on_the_pages_exists() -> None:
+    """Words in backticks are names of the package or its tests, or are defined on their page."""
+    root = PAGE.parents[1]
+    paths = [*(root / "src").rglob("*.[pch]*"), *(root / "tests").rglob("*.py"), root / "Makefile"]
+    sources = "\n".join(path.read_text(errors="ignore") for path in paths if path.suffix in ("", ".py", ".c", ".h"))
+    known = set(re.findall(r"\w+", sources)) | {word for path in paths for word in re.findall(r"\w+", path.name)}
+    unknown = []
+    for page in (PAGE, PAGE.with_name("adding-an-optimizer.md")):
+        text = page.read_text()
+        defined = set(re.findall(r"\w+", "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S))))
+        prose = re.sub(r"^```\w*\n.*?^```$", "", text, flags=re.M | re.S)
+        quotes = [
+            quoted for quoted in re.findall(r"`([^`\n]+)`", prose) if not quoted.startswith(("grep", "docs/", ".. "))
+        ]
+        words = {word for quoted in quotes for word in re.findall(r"[A-Za-z_]\w+", quoted)}
+        unknown += [(page.name, word) for word in sorted(words - known - defined)]
+    assert not unknown, unknown

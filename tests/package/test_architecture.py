@@ -302,3 +302,50 @@ def test_examples_of_trainers_run(name: str) -> None:
 def test_there_are_examples(kind: type) -> None:
     finder = doctest.DocTestFinder()
     assert sum(len(test.examples) for test in finder.find(kind, "kind")) > 0
+
+
+OF_ALGORITHMS = re.compile(
+    r"optim/(lamb|came|lars|layerwise|presets|checkpoint_formats)|kernels/options|kernels/\w+/(lamb|came|lars|layer)|"
+    r"kernels/triton/columns|kernels/\w+/__init__|compat/|integrations/|arguments|__init__|__main__|backend_status|"
+    r"distributed/megatron_map|kernels/triton/trial"
+)
+"""The files that may name an algorithm: its own, tables of other packages' options, public names, trials of a
+backend, and Megatron's map."""
+
+NAMES_OF_ALGORITHMS = re.compile(r"exp_avg|(?<![a-z])(lamb(?!da)|came|lars)(?![a-z])", re.IGNORECASE)
+
+
+def naming_algorithms(path: Path) -> Iterator[Offence]:
+    """Yield names, attributes and strings without spaces that have the name of an algorithm or of its state."""
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                pass
+            case ast.ClassDef(name=name) | ast.alias(name=name):
+                pass
+            case ast.Constant(value=str() as name) if not re.search(r"\s", name):
+                pass
+            case _:
+                continue
+        if NAMES_OF_ALGORITHMS.search(name):
+            yield getattr(node, "lineno", 1), f"names {name}"
+
+
+def test_generic_files_name_no_algorithm() -> None:
+    """What they need of an algorithm is a declaration of `Algorithm` or `KernelOptions`."""
+    none_of(
+        offenders(naming_algorithms, [path for path in FILES if not OF_ALGORITHMS.match(str(path.relative_to(ROOT)))])
+    )
+
+
+def test_the_rule_of_names_sees_them(tmp_path: Path) -> None:
+    planted = tmp_path / "bighorn" / "planted.py"
+    planted.parent.mkdir()
+    (planted.parent / "__init__.py").touch()
+    planted.write_text(
+        "from bighorn.optim.lamb import Lamb\n\n\ndef of(state):\n    return state['exp_avg'], lambda: state\n"
+    )
+    assert offenders(naming_algorithms, [planted]) == [
+        "bighorn/planted.py:1: names Lamb",
+        "bighorn/planted.py:5: names exp_avg",
+    ]

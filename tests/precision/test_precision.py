@@ -216,7 +216,7 @@ def test_another_precision_from_now_on(before: str, after: str, kind: Kind) -> N
             name: (value.dtype, value.shape) for name, value in declared.items()
         }
         for name in {"exp_avg", "exp_avg_sq"} & now.keys():
-            a, b = (codec.dequantize(name, each, theirs.shape).float() for each in (old, now))
+            a, b = (codec.dequantize(kind.algorithm.forms, name, each, theirs.shape).float() for each in (old, now))
             coarse = name == "exp_avg" and "int4" in (before[:4], after[:4])
             torch.testing.assert_close(b, a, rtol=2**-7, atol=float(a.abs().max()) / (7 if coarse else 100))
     optimizer.param_groups[0].update(new)

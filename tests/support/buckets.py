@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels import Bucket, CameOptions, codec, rounding
+from bighorn.kernels import Bucket, codec, rounding
 from bighorn.kernels.bucket import Shard
-from bighorn.kernels.options import Factor
+from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton import trial
 
 OPTIONS: dict[str, Any] = {
@@ -58,7 +58,7 @@ def bucket(
         if not blocks:
             state[name] = [each.to(state_dtype) for each in values]
             continue
-        form = codec.MOMENT_FORMS[name][torch.uint8 if square else state_dtype]
+        form = given.forms[name][torch.uint8 if square else state_dtype]
         leading = [max(1, len(shape) - 1) if factor == "last_two" else 1 for shape in shapes]
         coded = [codec.encode(each, form, leading=n) for each, n in zip(values, leading, strict=True)]
         state |= {name: [codes for codes, _ in coded], f"{name}_scale": [scales for _, scales in coded]}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars, kernels
-from bighorn.kernels import LambOptions
+from bighorn.kernels.options import LambOptions
 from bighorn.optim.came import CameAlgorithm
 from bighorn.optim.lamb import LambAlgorithm
 from bighorn.optim.lars import LarsAlgorithm

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bighorn.kernels import codec
 from bighorn.kernels.codec import Form
+from bighorn.kernels.options import CameOptions
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import RunConfig
@@ -148,7 +149,8 @@ def errors_of_steps(data: str | None, steps: int) -> dict[str, dict[str, float]]
 def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
     """Return the loss on test data of a run with the momentum in a form."""
     tried, block = FORMS.get(name, (codec.INT4, codec.BLOCK))
-    before, codec.MOMENT_FORMS["exp_avg"][torch.uint8] = codec.MOMENT_FORMS["exp_avg"][torch.uint8], tried
+    forms: Any = CameOptions.forms["exp_avg"]
+    before, forms[torch.uint8] = forms[torch.uint8], tried
     try:
         with blocks_of(block):
             run = run_of(data, steps, seed, {"float32": "fp32", "int8": "int8"}.get(name, "int4"))
@@ -156,7 +158,7 @@ def loss_of(name: str, data: str | None, steps: int, seed: int) -> float:
                 run.train_step()
             return float(run.evaluate()["loss"])
     finally:
-        codec.MOMENT_FORMS["exp_avg"][torch.uint8] = before
+        forms[torch.uint8] = before
 
 
 def table(found: dict[str, Any]) -> str:

@@ -18,18 +18,15 @@ from bighorn.kernels import cpu, foreach, reference, triton
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.cpu import library
 from bighorn.kernels.cpu.library import NO_BLOCKS, cores
-from bighorn.kernels.options import CameOptions, KernelOptions, LambOptions, LarsOptions
+from bighorn.kernels.options import KernelOptions
 from bighorn.kernels.storage import has_memory
 from bighorn.kernels.triton import device
 
 __all__ = [
     "BACKENDS",
     "Bucket",
-    "CameOptions",
     "Kernel",
     "KernelOptions",
-    "LambOptions",
-    "LarsOptions",
     "ShardKernel",
     "Status",
     "cores",

@@ -205,6 +205,10 @@ class Bucket(Generic[Options]):
         """Return the address of the metrics of row `i`."""
         return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
 
+    def first_moment(self, i: int) -> Tensor:
+        """Return the first moment of row `i`, for kernels that are compiled for its dtype."""
+        return self.state[str(self.options.first_moment)][i]
+
     def read_addresses(self) -> tuple[list[Any], list[int]]:
         """Return `grads` and their addresses, if they are not known."""
         grads = self.grads

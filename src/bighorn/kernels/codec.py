@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class Form:
         to_code: The function from magnitudes of shares, 0 to 1, to magnitudes of codes, in float32, in the same memory.
         to_share: The inverse, from codes with signs; the share of the largest code is exactly 1.
         int4: Whether codes have 4 bits; a byte then has two, and codes are `[rows, bytes of a row]`.
-        relative: Whether the codes represent the values divided by the root of the second moment as it is stored.
+        relative: The name of the moment by whose root, as it is stored, values are divided before they are coded; "" if
+            they are not.
         least: The least code of a value that is not 0, since another number may be divided by it; 0 if it may become 0.
     """
 
@@ -51,7 +52,7 @@ class Form:
     to_code: Callable[[Tensor, Dither], Tensor]
     to_share: Callable[[Tensor], Tensor]
     int4: bool = False
-    relative: bool = False
+    relative: str = ""
     least: float = 0.0
 
 
@@ -92,14 +93,6 @@ INT4 = Form(
 less than the distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss
 (workbench/benchmarks/results/four-bits.json)."""
 
-RATIOS = replace(INT4, relative=True)
-"""The form of LAMB's first moment in 4 bits, as the ratio m / sqrt(v) that its update is made of.
-
-The ratio of an element is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 by default. Codes of m
-itself made steps 14 times as large beside an element with a gradient 100 times as large, and 118 times beside 1,000
-(issue 67).
-"""
-
 SIGNED = _root(torch.int8, 128, 1)
 """The form of LAMB's first moment and LARS's momentum, by its square root: codes are closer for smaller values."""
 
@@ -110,60 +103,52 @@ A step changes the moment by less than the distance of two codes, so that roundi
 change it. It is therefore dithered.
 """
 
-MOMENT_FORMS = {"exp_avg": {torch.int8: SIGNED, torch.uint8: INT4}, "exp_avg_sq": {torch.uint8: UNSIGNED}}
-"""The forms of LAMB and LARS by state name and dtype."""
+Forms = Mapping[str, Mapping[torch.dtype, Form]]
+"""The forms of an algorithm's moments, by name and by the dtype of codes; a relative one follows its moment."""
 
 
-def form_of(name: str, state: Mapping[str, Tensor]) -> Form | None:
-    """Return the form in which a moment of a parameter's state is stored, or None if it is stored as floats.
-
-    LAMB has both moments in blocks or neither, CAME only the first; LARS has one.
-    """
-    if f"{name}_scale" not in state:
-        return None
-    is_lamb = "exp_avg_sq_scale" in state
-    is_came = not is_lamb and any(key.startswith("exp_avg_sq") for key in state)
-    form = MOMENT_FORMS[name].get(state[name].dtype)
-    if form is INT4:
-        return RATIOS if is_lamb else INT4
-    return LINEAR if is_came and form is SIGNED else form
+def form_of(forms: Forms, name: str, state: Mapping[str, Tensor]) -> Form | None:
+    """Return the form in which a moment of a parameter's state is stored, or None if it is stored as floats."""
+    return forms[name].get(state[name].dtype) if f"{name}_scale" in state else None
 
 
-def quantize(name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST) -> dict[str, Tensor]:
+def quantize(
+    forms: Forms, name: str, values: Tensor, like: Mapping[str, Tensor], dither: Dither = NEAREST
+) -> dict[str, Tensor]:
     """Return the stored form of a moment, by state name: rounded to its dtype, or as codes and scales.
 
     Only forms of uint8 use `dither`; others round to nearest. `like` has the state's dtypes and dims, and for a form
-    that is relative the second moment as it is stored.
+    that is relative the other moment as it is stored.
     """
-    form = form_of(name, like)
+    form = form_of(forms, name, like)
     if form is None:
         return {name: values.to(like[name].dtype)}
     if form.relative:
-        root = _stored_root(like, values)
+        root = _stored_root(forms, form, like, values)
         values = (values / root).masked_fill_(root == 0, 0.0)
     dither = dither if form.dtype == torch.uint8 else NEAREST
     codes, scales = encode(values, form, dither, like[f"{name}_scale"].dim() - 1)
     return {name: codes, f"{name}_scale": scales}
 
 
-def dequantize(name: str, state: Mapping[str, Tensor], shape: torch.Size | None = None) -> Tensor:
+def dequantize(forms: Forms, name: str, state: Mapping[str, Tensor], shape: torch.Size | None = None) -> Tensor:
     """Return a stored moment in a floating dtype, in the shape of its parameter, which packed codes do not have."""
-    form = form_of(name, state)
+    form = form_of(forms, name, state)
     values = state[name] if form is None else decode(state[name], state[f"{name}_scale"], form)
     if form is not None and form.relative:
-        values.mul_(_stored_root(state, values))
+        values.mul_(_stored_root(forms, form, state, values))
     return values if shape is None else values.view(shape)
 
 
-def _stored_root(state: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    return dequantize("exp_avg_sq", state).sqrt_().view(like.shape)
+def _stored_root(forms: Forms, form: Form, state: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    return dequantize(forms, form.relative, state).sqrt_().view(like.shape)
 
 
-def never_written(name: str, codes: Tensor) -> Tensor:
+def never_written(form: Form, codes: Tensor) -> Tensor:
     """Return where codes have a value that no form has: the least number of their bits, where these are signed."""
     if codes.dtype == torch.int8:
         return codes == -128
-    if codes.dtype == torch.uint8 and name == "exp_avg":
+    if form.int4:
         return (codes & 15 == 8) | (codes >> 4 == 8)
     return torch.zeros((), dtype=torch.bool)
 

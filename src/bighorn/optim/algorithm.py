@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, get_args
+from typing import Any, ClassVar, Generic, NamedTuple
 
-import torch
 from torch import Tensor
 
-from bighorn.arguments import Check, choice, count, dtype_among, flag, learning_rate, schedulable, weight_decay
+from bighorn.arguments import Check, choice, flag, learning_rate, schedulable, weight_decay
+from bighorn.kernels.codec import BLOCK, Forms
 from bighorn.kernels.options import Options, checks_of
 from bighorn.kernels.rounding import LOW
 from bighorn.optim.state import (
     BLOCK_DTYPES,
-    StateDtype,
     StateSpec,
-    moments_dtype,
-    moments_spec,
     unsupported_reason,
     weight_spec,
     whole_view,
@@ -48,7 +45,7 @@ class Variant(NamedTuple):
     blocks: bool
     """Whether moments are kept in blocks."""
     int4: bool
-    """Whether the first one is kept in codes of 4 bits."""
+    """Whether one of them is kept in codes of 4 bits."""
     rounds: bool
     """Whether weights have 16 bits, on which alone `weight_rounding` acts."""
 
@@ -62,7 +59,7 @@ class ParamTraits(NamedTuple):
     blocks: bool
     """Whether moments are kept in blocks."""
     int4: bool
-    """Whether the first one is kept in codes of 4 bits."""
+    """Whether one of them is kept in codes of 4 bits."""
     rounds: bool
     """Whether it has 16 bits, on which alone `weight_rounding` acts."""
     spec: StateSpec
@@ -73,7 +70,10 @@ class Algorithm(ABC, Generic[Options]):
     """An algorithm: its options, its state tensors and its kernel options."""
 
     name: ClassVar[str]
-    """The name in kernels, in messages and in the table of checkpoint formats."""
+    """The name in kernels and in the table of checkpoint formats."""
+
+    class_name: ClassVar[str]
+    """The name of the optimizer's class, for messages."""
 
     kernel_options_type: ClassVar[type[Any]]
     """The dataclass of kernel options. Each field with a check is an option of a group, passed on unchanged."""
@@ -81,26 +81,38 @@ class Algorithm(ABC, Generic[Options]):
     group_options: ClassVar[Mapping[str, Check]]
     """The checks of the other options of a group, including `SHARED`."""
 
+    exchanged: ClassVar[Mapping[str, str]] = {}
+    """The names of a matrix's state tensors by their names in its transpose, if both have the same step.
+
+    Others are transposed themselves. Kernels then step a matrix in the order of its memory. Empty if steps differ.
+    """
+
+    slow_layers_hint: ClassVar[str | None] = None
+    """What makes a layer that started at zero slow, and the remedy; `{below}` is the ratio below which one is slow."""
+
     group_only: ClassVar[Mapping[str, Any]] = {"stacked": False, "grad_centralization": False}
     """The options of a group that are not arguments of the constructor, with their defaults."""
 
     options: ClassVar[Mapping[str, Check]]
     """The checks of all options of a group."""
 
+    forms: ClassVar[Forms]
+    """The forms of moments that can be kept in blocks, as kernels have them."""
+
     passed_on: ClassVar[tuple[str, ...]]
     """The options that kernels receive unchanged from the group."""
 
-    known: ClassVar[list[type[Algorithm[Any]]]] = []
-    """All algorithms, whose options messages about unknown ones name."""
+    known: ClassVar[dict[str, type[Algorithm[Any]]]] = {}
+    """All algorithms by name: messages about unknown options and other checkpoints name their classes."""
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "name"):
             return  # a base of algorithms
-        Algorithm.known.append(cls)
+        Algorithm.known[cls.name] = cls
         checks = checks_of(cls.kernel_options_type)
         # The options of groups come first, as in messages, and their checks take precedence.
         cls.options = {**cls.group_options, **checks, **cls.group_options}
-        cls.passed_on = tuple(checks)
+        cls.passed_on, cls.forms = tuple(checks), cls.kernel_options_type.forms
 
     def kernel_options(self, group: Group, variant: Variant) -> Options:
         """The options that kernels receive for one variant of a group."""
@@ -152,7 +164,7 @@ class Algorithm(ABC, Generic[Options]):
         """The traits of a parameter (as a real view)."""
         factored, leading = self.shape_of(group, param)
         spec = {**self.moments(group, param), **weight_spec(param, group["weight_rounding"])}
-        blocks, int4 = "exp_avg_scale" in spec, spec["exp_avg"].block is not None
+        blocks, int4 = (any(each.block == block for each in spec.values()) for block in (BLOCK, 2))
         return ParamTraits(factored, leading, blocks, int4, param.dtype in LOW, spec)
 
     def state_spec(self, group: Group, param: Tensor) -> StateSpec:
@@ -163,36 +175,3 @@ class Algorithm(ABC, Generic[Options]):
         """Raise a ValueError for a parameter that cannot be optimized with a group's options."""
         if (reason := self.unsupported_reason(group, param)) is not None:
             raise ValueError(f"{what} cannot be optimized as asked for: {reason}")
-
-
-class LayerwiseAlgorithm(Algorithm[Options]):
-    """The options, state tensors and kernel options of an optimizer with a trust ratio; one moment by default."""
-
-    group_options: ClassVar[Mapping[str, Check]] = {
-        **SHARED,
-        "always_adapt": flag,
-        "adapt": flag,
-        "state_dtype": dtype_among(get_args(StateDtype)),
-        "min_8bit_size": count,
-    }
-    group_only: ClassVar[Mapping[str, Any]] = {"adapt": True, **Algorithm.group_only}
-
-    def moment_dtypes(self, group: Group, param: Tensor) -> dict[str, torch.dtype]:
-        """The dtype of each moment, or of its codes."""
-        return {"exp_avg": moments_dtype(param, group["state_dtype"])}
-
-    def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """The moments, in one dtype or in blocks."""
-        return moments_spec(param, self.moment_dtypes(group, param), group)
-
-    def kernel_options(self, group: Group, variant: Variant) -> Options:
-        """The options of the group, and whether the bucket has a trust ratio."""
-        shared = self.shared_options(group, variant)
-        adapt = group["adapt"] and variant.adapts and (group["always_adapt"] or shared["weight_decay"] != 0)
-        options: Options = self.kernel_options_type(adapt=adapt and self.has_trust_ratio(group), **shared)
-        return options
-
-    def has_trust_ratio(self, group: Group) -> bool:
-        """Whether the algorithm's own options leave a group its trust ratio."""
-        del group
-        return True

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn.arguments import Check, StepFunction, choice, count, dtype_among
-from bighorn.kernels import CameOptions
-from bighorn.kernels.options import Factor
+from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
@@ -61,6 +60,12 @@ class CameAlgorithm(Algorithm[CameOptions]):
     """The options, state tensors and kernel options of `Came`."""
 
     name = "came"
+    class_name = "Came"
+    exchanged: ClassVar[Mapping[str, str]] = {
+        f"exp_avg_{of}_{line}": f"exp_avg_{of}_{other}"
+        for of in ("sq", "res")
+        for line, other in (("row", "col"), ("col", "row"))
+    }
     kernel_options_type = CameOptions
     group_options: ClassVar[Mapping[str, Check]] = {
         **SHARED,
@@ -93,7 +98,7 @@ class CameAlgorithm(Algorithm[CameOptions]):
         dims = all_dims(param)
         dtypes = {"exp_avg": moments_dtype(param, group["state_dtype"])}
         factored, of_last_two = self.shape_of(group, param)[0], group["factor"] == "last_two"
-        spec = moments_spec(param, dtypes, group, matrices=factored and of_last_two)
+        spec = moments_spec(param, dtypes, group, self.forms, matrices=factored and of_last_two)
         if not factored:
             return {**spec, "exp_avg_sq": StateTensorSpec(wide, dims)}
         if of_last_two:

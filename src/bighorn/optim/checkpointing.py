@@ -17,7 +17,7 @@ from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.checkpoint_formats import FORMATS, NOT_FOREIGN, Format
 from bighorn.optim.flat_tensors import state_specs
 from bighorn.optim.param_groups import COUNT, NO_OPTIONS, label_of, loaded_prefix, names_in
-from bighorn.optim.state import init_or_validate_state, local_view
+from bighorn.optim.state import StateSpec, init_or_validate_state, local_view
 
 
 class ConvertedStateWarning(UserWarning):
@@ -56,7 +56,7 @@ def check_structure(state_dict: object) -> None:
 
 
 def converted(
-    state_dict: dict[str, Any], algorithm: str, current: Iterable[Group], max_grad_norm: float | None
+    state_dict: dict[str, Any], algorithm: Algorithm[Any], current: Iterable[Group], max_grad_norm: float | None
 ) -> dict[str, Any]:
     """Return a checkpoint in our format. Another optimizer's is converted, with a warning that describes how.
 
@@ -77,10 +77,10 @@ def converted(
     if row is None:
         _refuse_unknown_format(groups, current)
         return state_dict
-    if row.algorithm != algorithm:
+    if row.algorithm != algorithm.name:
         raise ValueError(
-            f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.capitalize()}'s: load it into "
-            f"{row.algorithm.capitalize()}, or load the model alone and start the optimizer afresh"
+            f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.class_name}'s: load it into "
+            f"{Algorithm.known[row.algorithm].class_name}, or load the model alone and start the optimizer afresh"
         )
     ours = [row.group(group) for group in groups]
     states = dict(state_dict["state"])
@@ -226,24 +226,23 @@ def loaded_states(
     for index, (group, held) in enumerate(zip(groups, flat, strict=True)):
         steps, of_flat = 0.0, {} if held is None else state_specs(held, group, algorithm)
         for position, param in enumerate(group["params"]):
-            _refuse_strange(states.get(param), group, index, position)
             what = label_of(index, position, group.get("param_names"))
             algorithm.refuse_unfit(group, param, what)
             if isinstance(states.get(param), dict) and states[param]:
+                if "step" not in states[param]:
+                    _refuse_strange(states[param], algorithm.state_spec(group, param), what)
                 spec = of_flat[position] if position in of_flat else algorithm.state_spec(group, param)
-                states[param] = init_or_validate_state(param, local_view(param), spec, states[param], what)
+                here, forms = local_view(param), algorithm.forms
+                states[param] = init_or_validate_state(param, here, spec, states[param], forms, what)
                 steps = max(steps, float(states[param]["step"]))
         group.setdefault(COUNT, int(steps))  # checkpoints of other optimizers only count per parameter
     return states
 
 
-def _refuse_strange(state: object, group: Group, index: int, position: int) -> None:
+def _refuse_strange(state: Mapping[str, Any], spec: StateSpec, what: str) -> None:
     """Raise for a state without a step count and a moment, whose entries would be kept and ignored."""
-    if not isinstance(state, dict) or any(name == "step" or str(name).startswith("exp_avg") for name in state):
-        return
     tensors = [repr(name) for name, value in state.items() if isinstance(value, Tensor)]
-    if tensors:
-        what = label_of(index, position, group.get("param_names"))
+    if tensors and state.keys().isdisjoint(spec):
         raise ValueError(
             f"the state of {what} has {' and '.join(tensors[:2])}, and no entry of Bighorn's: it is another "
             "optimizer's, so load it into that one, or load the model alone"

@@ -79,8 +79,7 @@ def entry_of(
     )
     # Blocks and random bits follow the logical order of elements.
     in_order = variant.blocks or (variant.rounds and group["weight_rounding"] == "stochastic")
-    # The factors of a matrix are symmetric: the averages of rows and of columns have the same mean. The matrix has the
-    # last two dims if all dims before them are leading ones.
+    # The matrix has the last two dims if all dims before them are leading ones.
     of_last_two = traits.leading >= whole.dim() - 1
     symmetric = traits.factored and of_last_two and type(param) in PLAIN and not (in_order or centres)
     leading = whole.dim() if in_order else max(traits.leading, group["stacked"] + centres)
@@ -96,7 +95,7 @@ def entry_of(
         layout=layout,
         stacked=group["stacked"],
         leading=leading,
-        symmetric=symmetric,
+        exchanged=algorithm.exchanged or None if symmetric else None,
     )
 
 

@@ -79,7 +79,7 @@ class GroupRecord:
 
 
 class GroupRecords:
-    """The records of an optimizer's groups, also of those that DeepSpeed takes out of `param_groups` for a step.
+    """The records of an optimizer's groups; a step of DeepSpeed leaves some of the groups out of `param_groups`.
 
     Args:
         algorithm: The algorithm, which declares the options of a group.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn.arguments import Check, StepFunction, flag
-from bighorn.kernels import LambOptions
-from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, SecondMoment
+from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, LambOptions, SecondMoment
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
-from bighorn.optim.algorithm import Group, LayerwiseAlgorithm
+from bighorn.optim.algorithm import Group
+from bighorn.optim.layerwise import LayerwiseAlgorithm
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
-from bighorn.optim.state import BLOCK_DTYPES, MIN_8BIT_SIZE, StateDtype, moments_dtype
+from bighorn.optim.state import BLOCK_DTYPES, MIN_8BIT_SIZE, StateDtype, StateSpec, moments_dtype
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +48,12 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     """The options, state tensors and kernel options of `Lamb`."""
 
     name = "lamb"
+    class_name = "Lamb"
+    slow_layers_hint = (
+        "LAMB's trust ratio of each stays below {below:g}: it moves by lr times its own small norm. Exclude such "
+        'layers, as exclude_from_layer_adaptation=["lora_B"] does LoRA\'s, or by bighorn.groups.zero_initialized '
+        "before training"
+    )
     kernel_options_type = LambOptions
     group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag}
 
@@ -72,6 +78,12 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         if group["state_dtype"] in BLOCK_DTYPES:
             dtypes["exp_avg_sq"] = torch.uint8
         return dtypes
+
+    def moments(self, group: Group, param: Tensor) -> StateSpec:
+        """Both moments; the running maximum of amsgrad starts as the second one, in a state that has none."""
+        starts = {"max_exp_avg_sq": "exp_avg_sq"}
+        spec = super().moments(group, param)
+        return {name: replace(each, starts_as=starts.get(name)) for name, each in spec.items()}
 
     def has_trust_ratio(self, group: Group) -> bool:
         """Adam has no trust ratio."""

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn.arguments import StepFunction
-from bighorn.kernels import LarsOptions
-from bighorn.kernels.options import Denominator
+from bighorn.kernels.options import Denominator, LarsOptions
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
-from bighorn.optim.algorithm import LayerwiseAlgorithm
 from bighorn.optim.lamb import LambTelemetry
+from bighorn.optim.layerwise import LayerwiseAlgorithm
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.state import MIN_8BIT_SIZE, StateDtype
 
@@ -29,6 +28,11 @@ class LarsAlgorithm(LayerwiseAlgorithm[LarsOptions]):
     """The options, state tensors and kernel options of `Lars`."""
 
     name = "lars"
+    class_name = "Lars"
+    slow_layers_hint = (
+        "LARS's trust ratio of each, 1 in its first step, stays below {below:g} since: that step was too large. "
+        'Exclude biases and norms, with exclude_from_layer_adaptation="ndim<2"'
+    )
     kernel_options_type = LarsOptions
 
 

@@ -324,7 +324,7 @@ class KernelOptimizer(Reports):
         self._steps.adopt(self)
         check_structure(state_dict)
         max_grad_norm = self._settings.max_grad_norm
-        state_dict = converted(state_dict, self.algorithm.name, self.param_groups, max_grad_norm)
+        state_dict = converted(state_dict, self.algorithm, self.param_groups, max_grad_norm)
         state_dict = in_model_order(state_dict, self.param_groups)
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: wrap(loaded, self.param_groups))
         try:

@@ -31,7 +31,7 @@ from bighorn.arguments import (
 from bighorn.distributed import sharding
 from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
+from bighorn.optim.presets import ELSEWHERE, NOT_ADAPTED, OFF_IS_OURS
 from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
 
@@ -56,9 +56,6 @@ MULTIPLIERS = {
     "weight_decay": ("wd_mult", "wd_multiplier", "decay_mult"),
 }
 """Keys by which the schedulers of timm, BEiT, DINOv2, MMEngine and Megatron-LM multiply an option of their group."""
-
-NOT_ADAPTED = {"lars_exclude": True, "layer_adaptation": False}
-"""Keys of other LARS that switch the trust ratio of a group off, with the value that does; I-JEPA has LARS_exclude."""
 
 
 def multiplier(group: Group, name: str) -> float:
@@ -208,7 +205,7 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
             refuse_unknown([key], options, where, elsewhere)
         if key.lower() in NOT_ADAPTED and "adapt" in options:
             raise TypeError(f"{where} got {key!r} after it was added, when nothing reads it: write adapt=False")
-        if others := dict.fromkeys(other.name.capitalize() for other in Algorithm.known if key in other.options):
+        if others := dict.fromkeys(other.class_name for other in Algorithm.known.values() if key in other.options):
             raise TypeError(
                 f"{where} got {key!r}, an option of {' and '.join(others)} but not of this optimizer: remove it, or "
                 f"use {' or '.join(others)}"

@@ -20,6 +20,7 @@ from bighorn.kernels import Bucket
 from bighorn.kernels.storage import address_of, has_memory
 from bighorn.optim.algorithm import Variant
 from bighorn.optim.entry import Entry
+from bighorn.optim.placed import Placed
 from bighorn.optim.state import REAL_DTYPES, is_dense, refuse_freed
 from bighorn.optim.step_plan import BucketPlan, Launch, StepPlan
 
@@ -60,9 +61,9 @@ def build(
     here = list(map(sharding.local, grads))
     builder = PlanBuilder(options, init_state, backend)
     for entry in entries:
-        entry.index = indices[id(entry.param)]
-        _check_grad(entry, grads[entry.index])
-        builder.add(entry, here[entry.index])
+        index = indices[id(entry.param)]
+        _check_grad(entry, grads[index])
+        builder.add(entry, index, here[index])
     plan = builder.plan(here, options_version)
     states = [builder.states.get(index, {}) for index in range(len(params))]
     return plan, states
@@ -75,7 +76,7 @@ class PlanBuilder:
         self.options, self.init_state, self.backend = options, init_state, backend
         self.states: dict[int, State] = {}
         """The state of each tensor of the optimizer, by its index."""
-        self.entries: list[tuple[Entry, BucketPlan]] = []
+        self.entries: list[tuple[Placed, BucketPlan]] = []
         self.bucket_plans: dict[tuple[object, ...], BucketPlan] = {}
         self.backends: Backends = {}
         self.picked: dict[tuple[object, ...], str] = {}
@@ -83,46 +84,47 @@ class PlanBuilder:
         self.wrappers: list[tuple[BucketPlan, str]] = []
         """(bucket, label) of each wrapper tensor; each has its own bucket."""
 
-    def add(self, entry: Entry, grad: Tensor) -> None:
-        """Add an entry, with the gradient of its tensor on this rank."""
-        moments = self._moments(entry)
-        solid = self._has_memory(entry, grad, moments)
-        entry.expect(grad, copies=solid)
-        bucket_plan = self._bucket_of(entry, self._pick(entry, solid), solid)
-        bucket_plan.add(entry, moments)
-        self.entries.append((entry, bucket_plan))
+    def add(self, entry: Entry, index: int, grad: Tensor) -> None:
+        """Add an entry of the tensor with this index, with its gradient on this rank."""
+        placed = Placed(entry, index)
+        moments = self._moments(placed)
+        solid = self._has_memory(placed, grad, moments)
+        placed.expect(grad, copies=solid)
+        bucket_plan = self._bucket_of(placed, self._pick(placed, solid), solid)
+        bucket_plan.add(placed, moments)
+        self.entries.append((placed, bucket_plan))
 
-    def _moments(self, entry: Entry) -> State:
+    def _moments(self, placed: Placed) -> State:
         """Return the state that kernels use for an entry, whose memory is known then."""
-        like = entry.take_memory()
-        entry.counts = entry.index not in self.states
-        if entry.counts:
-            self.states[entry.index] = self.init_state(entry, like)
-        entry.step = self.states[entry.index]["step"]
-        return entry.moments(self.states[entry.index])
+        like = placed.take_memory()
+        placed.counts = placed.index not in self.states
+        if placed.counts:
+            self.states[placed.index] = self.init_state(placed.entry, like)
+        placed.step = self.states[placed.index]["step"]
+        return placed.moments(self.states[placed.index])
 
-    def _has_memory(self, entry: Entry, grad: Tensor, moments: State) -> bool:
+    def _has_memory(self, placed: Placed, grad: Tensor, moments: State) -> bool:
         """Whether all tensors of an entry have memory of their own, as wrappers have not.
 
         Raises:
             ValueError: The memory of the parameter or its gradient was freed.
         """
-        if all(map(has_memory, (entry.dense, entry.part(grad), *moments.values()))):
+        if all(map(has_memory, (placed.dense, placed.entry.part(grad), *moments.values()))):
             return True
-        refuse_freed(entry.view, entry.label)
-        refuse_freed(entry.part(grad), f"the gradient of {entry.label}")
+        refuse_freed(placed.view, placed.entry.label)
+        refuse_freed(placed.entry.part(grad), f"the gradient of {placed.entry.label}")
         return False
 
-    def _bucket_of(self, entry: Entry, backend: str, solid: bool) -> BucketPlan:
+    def _bucket_of(self, placed: Placed, backend: str, solid: bool) -> BucketPlan:
         """Return the bucket of entries that one call of a kernel can step."""
-        variant, device = entry.variant, entry.dense.device
-        key = (variant, backend, device, entry.dense.dtype, entry.ranks, None if solid else entry.index)
+        variant, device = placed.entry.variant, placed.dense.device
+        key = (variant, backend, device, placed.dense.dtype, placed.entry.ranks, None if solid else placed.index)
         if key not in self.bucket_plans:
             made = BucketPlan(Bucket(self.options[variant], [], {}, [], [], torch.empty(0)), variant)
-            self.backends.setdefault((backend, device, entry.ranks, variant.centres), []).append(made)
+            self.backends.setdefault((backend, device, placed.entry.ranks, variant.centres), []).append(made)
             self.bucket_plans[key] = made
         if not solid:
-            self.wrappers.append((self.bucket_plans[key], entry.label))
+            self.wrappers.append((self.bucket_plans[key], placed.entry.label))
         return self.bucket_plans[key]
 
     def plan(self, grads: Sequence[Tensor], options_version: int) -> StepPlan:
@@ -133,7 +135,7 @@ class PlanBuilder:
                 bucket = bucket_plan.bucket
                 size = len(bucket.params), len(bucket.options.metrics)
                 bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
-                bucket_plan.is_plan = [entry.index for entry in bucket_plan.entries] == list(range(len(grads)))
+                bucket_plan.is_plan = [placed.index for placed in bucket_plan.entries] == list(range(len(grads)))
         labels, row_indices = self._report_rows(len(grads))
         plan = StepPlan(
             buckets=list(self.bucket_plans.values()),
@@ -150,21 +152,21 @@ class PlanBuilder:
         plan.note_reads()
         return plan
 
-    def _pick(self, entry: Entry, solid: bool) -> str:
+    def _pick(self, placed: Placed, solid: bool) -> str:
         """Return the name of the backend that serves an entry, as `kernels.pick`."""
-        dense, shard, options = entry.dense, entry.row_shard, self.options[entry.variant]
-        key = entry.variant, dense.dtype, dense.device, dense.shape, shard, solid
+        dense, shard, options = placed.dense, placed.entry.row_shard, self.options[placed.entry.variant]
+        key = placed.entry.variant, dense.dtype, dense.device, dense.shape, shard, solid
         if key not in self.picked:
-            with about(entry.label):
+            with about(placed.entry.label):
                 self.picked[key], _ = kernels.pick(self.backend, dense, options, shard, solid)
         return self.picked[key]
 
     def _check_disjoint(self) -> None:
         """Raise if two parameters share memory: it would be stepped twice, by two threads at once."""
         spans = sorted(
-            (start, start + entry.view.nbytes, entry.label)
-            for entry, _ in self.entries
-            if (start := address_of(entry.view)) and (entry.view.is_contiguous() or is_dense(entry.view, 0))
+            (start, start + placed.view.nbytes, placed.entry.label)
+            for placed, _ in self.entries
+            if (start := address_of(placed.view)) and (placed.view.is_contiguous() or is_dense(placed.view, 0))
         )
         for (_, end, first), (start, _, second) in itertools.pairwise(spans):
             if start < end and first == second:
@@ -179,12 +181,14 @@ class PlanBuilder:
         labels: list[list[str]] = [[] for _ in range(count)]
         row_indices: list[list[int]] = [[] for _ in range(count)]
         homes: dict[int, int] = {}
-        for entry, bucket_plan in self.entries:
+        for placed, bucket_plan in self.entries:
             # Reports have the parameters in all flat tensors of a group in one order on every rank.
-            home = homes.setdefault(entry.variant.group, entry.index) if entry.fragment else entry.index
-            rows = range(len(entry.rows))
-            labels[home] += [f"{entry.label}[{i}]" for i in rows] if entry.stacked else [entry.label]
-            row_indices[home] += [starts[id(bucket_plan)] + row for row in entry.rows]
+            home = homes.setdefault(placed.entry.variant.group, placed.index) if placed.entry.fragment else placed.index
+            rows = range(len(placed.rows))
+            labels[home] += (
+                [f"{placed.entry.label}[{i}]" for i in rows] if placed.entry.stacked else [placed.entry.label]
+            )
+            row_indices[home] += [starts[id(bucket_plan)] + row for row in placed.rows]
         return labels, row_indices
 
     def _add_kernels(self, plan: StepPlan) -> None:

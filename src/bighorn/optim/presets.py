@@ -347,6 +347,10 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Arguments of other packages' LAMBs and CAMEs, as `NOT_OURS`. Only CAME takes a pair of eps, and clip_threshold."""
 
+NOT_ADAPTED = {"lars_exclude": True, "layer_adaptation": False}
+"""Keys of other LARS that switch the trust ratio of a group off, with the value that does; I-JEPA has LARS_exclude."""
+
+
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),
     ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),

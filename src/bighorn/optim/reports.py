@@ -135,8 +135,8 @@ class Reports(Optimizer):
 
         Returns:
             The norm of the loss relative to the moment's, by the parameter's name or its indices in `param_groups`, of
-            this rank's part. Only parameters with `exp_avg` in int8 or int4 are there. A moment of zeros loses 0,
-            and one that is not finite NaN.
+            this rank's part. Only parameters whose first moment is in int8 or int4 are there. A moment of zeros loses
+            0, and one that is not finite NaN.
 
         Example:
             >>> import torch
@@ -150,11 +150,11 @@ class Reports(Optimizer):
             (['weight'], True)
         """
         found = {}
-        for entry in self._entries(self.param_groups):
+        name, forms = self.algorithm.kernel_options_type.first_moment, self.algorithm.forms
+        for entry in self._entries(self.param_groups) if name in forms else ():
             state = self.state.get(entry.param, {})
-            form = codec.form_of("exp_avg", state)
-            if form is not None:
-                codes, scales = (local(state[name]) for name in ("exp_avg", "exp_avg_scale"))
+            if (form := codec.form_of(forms, name, state)) is not None:
+                codes, scales = (local(state[key]) for key in (name, f"{name}_scale"))
                 found[entry.label] = float(codec.expected_error(codes, scales, form))
         return found
 
@@ -241,13 +241,14 @@ def _options_of_groups(
     settings: Settings,
 ) -> dict[int, str]:
     """Return what holds for each group beside its kernels: schedules, exclusions and what needs all gradients."""
-    excluded: dict[int, dict[str, list[str]]] = defaultdict(lambda: {"weight decay": [], "trust ratio": []})
+    ratio = str(algorithm.kernel_options_type.multiplier).replace("_", " ")
+    excluded: dict[int, dict[str, list[str]]] = defaultdict(lambda: {"weight decay": [], ratio: []})
     adapted: dict[int, list[str]] = defaultdict(list)
     for entry in entries:
         if not entry.variant.decays:
             excluded[entry.variant.group]["weight decay"].append(entry.label)
         if not entry.variant.adapts:
-            excluded[entry.variant.group]["trust ratio"].append(entry.label)
+            excluded[entry.variant.group][ratio].append(entry.label)
         options = algorithm.kernel_options(groups[entry.variant.group], entry.variant)
         if getattr(options, "adapt", False) and entry.param.dim() < 2 and not entry.fragment:
             adapted[entry.variant.group].append(entry.label)
@@ -257,7 +258,7 @@ def _options_of_groups(
         parts += [f"no {what} for {shortened(names, MOST_NAMES)}" for what, names in excluded[index].items() if names]
         if adapted[index]:
             parts.append(
-                f"a trust ratio for {shortened(adapted[index], MOST_NAMES)}: biases and norms are best without one, as "
+                f"a {ratio} for {shortened(adapted[index], MOST_NAMES)}: biases and norms are best without one, as "
                 "with exclude_from_layer_adaptation='ndim<2'"
             )
         if settings.max_grad_norm is not None:

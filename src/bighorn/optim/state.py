@@ -58,12 +58,15 @@ class StateTensorSpec:
             `dims` then count rows, and a further dim counts the blocks of a row. Default: None: each
             element has its own.
         numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
+        starts_as: The name of the state tensor that it equals at first, where a state without it goes on. Default:
+            None, where such a state is refused.
     """
 
     dtype: torch.dtype
     dims: tuple[int, ...]
     block: int | None = None
     numel: int | None = None
+    starts_as: str | None = None
 
     def like(self, param: Tensor) -> Tensor:
         """Return the tensor for a parameter or a shard of one, on the meta device and in its memory order."""
@@ -128,15 +131,20 @@ def all_dims(param: Tensor) -> tuple[int, ...]:
 
 
 def moments_spec(
-    param: Tensor, dtypes: Mapping[str, torch.dtype], group: Mapping[str, Any], matrices: bool = False
+    param: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    group: Mapping[str, Any],
+    forms: codec.Forms,
+    matrices: bool = False,
 ) -> StateSpec:
     """The specs of a parameter's moments, and of the scales of their blocks.
 
     Args:
         param: The parameter, as a real tensor.
         dtypes: The dtype of each moment. Instead of codes, small tensors, vectors and matrices of short rows get
-            float32; a first moment of 4 bits gets int8 if its rows have an odd number of elements.
+            float32; a moment of 4 bits gets int8 if its rows have an odd number of elements.
         group: The options of its group.
+        forms: The forms of the algorithm's moments.
         matrices: Whether the last two dims are matrices, within whose rows blocks are. Default: a row is all of an
             index of a layer's first dim.
     """
@@ -150,8 +158,8 @@ def moments_spec(
     if is_small or param.dim() - group["stacked"] < 2:
         return {name: StateTensorSpec(torch.float32, dims) for name in dtypes}
     codes = {name: StateTensorSpec(dtype, dims) for name, dtype in dtypes.items()}
-    if dtypes["exp_avg"] == torch.uint8:
-        codes["exp_avg"] = StateTensorSpec(torch.int8, dims) if width % 2 else StateTensorSpec(torch.uint8, rows, 2)
+    for name in [name for name, dtype in dtypes.items() if forms[name][dtype].int4]:
+        codes[name] = StateTensorSpec(torch.int8, dims) if width % 2 else StateTensorSpec(torch.uint8, rows, 2)
     return {**codes, **{f"{name}_scale": StateTensorSpec(torch.float32, rows, codec.BLOCK) for name in dtypes}}
 
 
@@ -161,7 +169,9 @@ def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
     return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
 
 
-def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: torch.Size, what: str) -> dict[str, Any]:
+def requantized(
+    state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: torch.Size, forms: codec.Forms, what: str
+) -> dict[str, Any]:
     """Return a state whose moments are in blocks exactly if `spec` requires it, from any saved dtype.
 
     The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not. Blocks in other rows,
@@ -173,22 +183,22 @@ def requantized(state: Mapping[str, Any], spec: Mapping[str, Tensor], shape: tor
         ValueError: The scales do not fit their codes.
     """
     out = {name: value for name, value in state.items() if name in spec or name not in AUX_STATE_NAMES}
-    for name in ("exp_avg_sq", "exp_avg"):  # codes of the first may be relative to the second as it is stored
+    for name in forms:  # codes of one may be relative to an earlier one as it is stored
         values, scales = state.get(name), state.get(f"{name}_scale")
         if name not in spec or not isinstance(values, Tensor) or (f"{name}_scale" not in spec and scales is None):
             continue
-        new = codec.form_of(name, spec)
+        new = codec.form_of(forms, name, spec)
         if isinstance(scales, Tensor):
-            old = codec.form_of(name, state)
+            old = codec.form_of(forms, name, state)
             whole = shape if old is not None and old.int4 else values.shape
             _check_codes(name, values, scales, whole, old, what)
             if old is new and scales.dim() == spec[f"{name}_scale"].dim():
                 continue
-            values = out[name] = codec.dequantize(name, state, whole)
+            values = out[name] = codec.dequantize(forms, name, state, whole)
             del out[f"{name}_scale"]
         if new is not None and values.is_floating_point() and values.shape == shape:
             mine = {key: spec[key] for key in (name, f"{name}_scale")}
-            made = codec.quantize(name, values, {**out, **mine})
+            made = codec.quantize(forms, name, values, {**out, **mine})
             out |= {key: value.view(spec[key].shape) for key, value in made.items()}
     return out
 
@@ -220,7 +230,7 @@ def _check_codes(
         )
     # On other devices the host would have to wait for the values.
     if scales.device.type == "cpu" and bool(
-        ((scales < 0) | scales.isinf()).any() or codec.never_written(name, values).any()
+        ((scales < 0) | scales.isinf()).any() or codec.never_written(form, values).any()
     ):
         raise ValueError(
             f"state {name!r} of {what} holds codes or scales that are never written (a code -128 of 8 bits or -8 of 4, "
@@ -293,7 +303,7 @@ def in_layout_of(like: Tensor, value: Tensor, device: torch.device) -> Tensor:
 
 
 def init_or_validate_state(
-    param: Tensor, dense: Tensor, spec: StateSpec, state: Mapping[str, Any], what: str
+    param: Tensor, dense: Tensor, spec: StateSpec, state: Mapping[str, Any], forms: codec.Forms, what: str
 ) -> dict[str, Any]:
     """Return the whole state of a parameter: the present tensors, checked and converted, or zeros if there are none.
 
@@ -302,6 +312,7 @@ def init_or_validate_state(
         dense: The shard on this rank, or the whole parameter, as kernels use it (real, dense).
         spec: The state tensors of the parameter, besides `step`.
         state: The present state.
+        forms: The forms of the algorithm's moments.
         what: The parameter's name in messages.
 
     Raises:
@@ -320,12 +331,13 @@ def init_or_validate_state(
     local = dict(state)
     for name, value in tensors.items():
         local[name] = real_view(value) if plain else _local(name, real_view(value), param, spec, wholes, what)
-    out = requantized(local, likes, dense.shape, what)
+    out = requantized(local, likes, dense.shape, forms, what)
     lost = out.get("compensation")
     if isinstance(lost, Tensor) and "compensation" in likes and lost.dtype in COMPENSATIONS:
         out["compensation"] = rounding.recoded(lost, likes["compensation"].dtype, dense.dtype)
-    if not fresh and "max_exp_avg_sq" in spec and "exp_avg_sq" in state:
-        out.setdefault("max_exp_avg_sq", out["exp_avg_sq"].clone())  # amsgrad starts with this step
+    for name, each in spec.items():
+        if not fresh and each.starts_as is not None and each.starts_as in state:
+            out.setdefault(name, out[each.starts_as].clone())
     if fresh or "step" in out:
         out["step"] = _no_steps(dense) if fresh else _count(out["step"], dense, what)
     for name, like in likes.items():

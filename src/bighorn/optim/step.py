@@ -134,7 +134,8 @@ class Steps:
         grads, backend = expected(mine.params, mine.grads), self.settings.backend
 
         def init_state(entry: Entry, dense: Tensor) -> dict[str, Any]:
-            return init_or_validate_state(entry.param, dense, entry.spec, state.get(entry.param, {}), entry.label)
+            before = state.get(entry.param, {})
+            return init_or_validate_state(entry.param, dense, entry.spec, before, self.algorithm.forms, entry.label)
 
         plan, states = plan_builder.build(mine.params, grads, entries, options, version, init_state, backend)
         plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)

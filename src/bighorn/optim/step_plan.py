@@ -19,7 +19,7 @@ from bighorn.distributed.sharding import RankSums, ShardedDims, counts_here
 from bighorn.kernels import Bucket
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre
-from bighorn.optim.entry import Entry
+from bighorn.optim.placed import Placed
 from bighorn.optim.settings import Settings
 from bighorn.square_sums import no_square_sums, root, square_sum_on, square_sums
 
@@ -42,37 +42,37 @@ class BucketPlan:
 
     bucket: Bucket[Any]
     variant: Variant
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Placed] = field(default_factory=list)
     direct: bool = True
     """Whether parameters and gradients are used as they are, without slices or copies."""
     is_plan: bool = False
     """Whether the entries are all of the plan, in its order."""
     placed: bool = True
     """Whether the entries hold their parameters."""
-    present: list[Entry] = field(default_factory=list)
+    present: list[Placed] = field(default_factory=list)
     """The entries that take part in this step."""
     centred: list[Centred] = field(default_factory=list)
     """This step's gradients, if the means of their rows are to be subtracted."""
 
-    def add(self, entry: Entry, moments: dict[str, Tensor]) -> None:
+    def add(self, placed: Placed, moments: dict[str, Tensor]) -> None:
         """Add the rows of an entry."""
-        bucket, first, params = self.bucket, len(self.bucket.params), entry.slices(entry.dense)
+        bucket, first, params = self.bucket, len(self.bucket.params), placed.entry.slices(placed.dense)
         count = len(params)
-        self.entries.append(entry)
-        self.direct &= entry.direct
+        self.entries.append(placed)
+        self.direct &= placed.direct
         bucket.params += params
-        bucket.shards += entry.row_shards()
+        bucket.shards += placed.entry.row_shards()
         for name, value in moments.items():
-            bucket.state.setdefault(name, []).extend(entry.slices(value))
-        entry.rows = range(first, first + count)
-        bucket.steps += [entry.step] * count
-        bucket.param_ids += [zlib.crc32(entry.label.encode(errors="surrogatepass"))] * count
-        bucket.row_offsets += [i * entry.row_size for i in range(count)] if entry.stacked else [0]
+            bucket.state.setdefault(name, []).extend(placed.entry.slices(value))
+        placed.rows = range(first, first + count)
+        bucket.steps += [placed.step] * count
+        bucket.param_ids += [zlib.crc32(placed.entry.label.encode(errors="surrogatepass"))] * count
+        bucket.row_offsets += [i * placed.row_size for i in range(count)] if placed.entry.stacked else [0]
 
     @cached_property
     def select(self) -> Callable[[list[Any]], list[Any]]:
         """A function from the values of all parameters of the plan to the values of the entries."""
-        indices = [entry.index for entry in self.entries]
+        indices = [placed.index for placed in self.entries]
         if len(indices) == 1:
             return lambda values: [values[indices[0]]]
         getter = itemgetter(*indices)
@@ -81,7 +81,7 @@ class BucketPlan:
     @cached_property
     def all_steps(self) -> list[Tensor]:
         """The step counts of all entries."""
-        return [entry.step for entry in self.entries if entry.counts]
+        return [placed.step for placed in self.entries if placed.counts]
 
     def bind(self, grads: list[Tensor | None], present: list[bool] | None, addresses: list[int] | None) -> None:
         """Bind this step's gradients, and update the dense copies of parameters; all are present if that is None."""
@@ -90,65 +90,65 @@ class BucketPlan:
         bucket.known = (mine, self.select(addresses)) if addresses is not None else ([], [])
         if present is not None:
             self.present = list(itertools.compress(self.entries, self.select(present)))
-            bucket.unique_steps = [entry.step for entry in self.present if entry.counts]
+            bucket.unique_steps = [placed.step for placed in self.present if placed.counts]
         if self.direct:
             return
         pairs = list(zip(self.entries, mine, strict=True))
-        bucket.grads = [row for entry, grad in pairs for row in entry.grad_rows(grad)]
-        self.centred = [entry.centred(grad) for entry, grad in pairs] if self.variant.centres else []
-        for entry in self.present:
-            entry.copy_in()
+        bucket.grads = [row for placed, grad in pairs for row in placed.grad_rows(grad)]
+        self.centred = [placed.centred(grad) for placed, grad in pairs] if self.variant.centres else []
+        for placed in self.present:
+            placed.copy_in()
 
     @cached_property
     def copies(self) -> bool:
         """Whether other ranks have copies of tensors that this rank holds completely."""
-        return any(entry.layout is not None and entry.ranks is None for entry in self.entries)
+        return any(placed.entry.layout is not None and placed.entry.ranks is None for placed in self.entries)
 
     def own_square_sum(self, process_group: Any) -> Tensor:
         """The sum of the squares of gradients that this rank holds completely and counts in the process group."""
         rows: list[Tensor | None] = []
-        for i, entry in enumerate(self.entries):
-            if entry.ranks is None and counts_here(entry.holders, process_group):
+        for i, placed in enumerate(self.entries):
+            if placed.entry.ranks is None and counts_here(placed.entry.holders, process_group):
                 rows += (
-                    [self.centred[i].grad] if self.centred else self.bucket.grads[entry.rows.start : entry.rows.stop]
+                    [self.centred[i].grad] if self.centred else self.bucket.grads[placed.rows.start : placed.rows.stop]
                 )
         grads = [grad for grad in rows if grad is not None]
         return square_sums(grads, self.bucket.metrics.device).sum(dim=0)
 
     def expect(self, grads: list[Tensor | None]) -> None:
         """Prepare for these kinds of gradients."""
-        for entry in self.entries:
-            if (grad := grads[entry.index]) is not None:
-                entry.expect(grad)
-        self.direct = all(entry.direct for entry in self.entries)
+        for placed in self.entries:
+            if (grad := grads[placed.index]) is not None:
+                placed.expect(grad)
+        self.direct = all(placed.direct for placed in self.entries)
 
     def fill(self, shards: list[Tensor], states: list[State]) -> None:
         """Hold the parameters, of which these are this rank's shards, and their state, some of them in other forms."""
         self.place(shards)
-        for entry in self.entries:
-            self.bucket.params += entry.slices(entry.dense)
-            for name, value in entry.moments(states[entry.index]).items():
-                self.bucket.state[name] += entry.slices(value)
+        for placed in self.entries:
+            self.bucket.params += placed.entry.slices(placed.dense)
+            for name, value in placed.moments(states[placed.index]).items():
+                self.bucket.state[name] += placed.entry.slices(value)
 
     def place(self, shards: list[Tensor]) -> None:
         """Let the entries hold the parameters."""
-        for entry in self.entries:
-            entry.take(shards[entry.index])
+        for placed in self.entries:
+            placed.take(shards[placed.index])
         self.placed = True
 
     def let_go(self) -> None:
         """Let the entries hold no parameter."""
-        for entry in self.entries:
-            del entry.view
-            if not entry.copied:
-                del entry.dense
+        for placed in self.entries:
+            del placed.view
+            if not placed.copied:
+                del placed.dense
         self.placed = False
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
         self.bucket.grads, self.bucket.known, self.centred = [], ([], []), []
-        for entry in self.present if not self.direct else ():
-            entry.copy_out()
+        for placed in self.present if not self.direct else ():
+            placed.copy_out()
 
 
 class Launch(NamedTuple):
@@ -233,9 +233,9 @@ class StepPlan:
 
     def note_reads(self) -> None:
         """Note whether a step reads tensors of the buckets."""
-        entries = [entry for bucket_plan in self.buckets for entry in bucket_plan.entries if not bucket_plan.direct]
+        entries = [placed for bucket_plan in self.buckets for placed in bucket_plan.entries if not bucket_plan.direct]
         self.reads_tensors = any(launch.kernel.reads_tensors for launch in self.launches()) or any(
-            entry.copied or entry.copy_dtype is not None or entry.variant.centres for entry in entries
+            placed.copied or placed.copy_dtype is not None or placed.entry.variant.centres for placed in entries
         )
 
     def note_written(self, params: list[Tensor], present: list[bool], states: list[State]) -> None:
@@ -285,8 +285,8 @@ class StepPlan:
     def read_grads(self) -> None:
         """Copy the gradients that have another memory order than their parameters, before the first kernel reads."""
         for bucket_plan in self.buckets:
-            for entry in bucket_plan.present if not bucket_plan.direct else ():
-                entry.read_grad()
+            for placed in bucket_plan.present if not bucket_plan.direct else ():
+                placed.read_grad()
 
     def square_sums(self, process_group: Any) -> list[Tensor]:
         """The sums of the squares of all gradients, over all ranks that hold shards of them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 from array import array
 from collections.abc import Iterator
@@ -93,7 +95,7 @@ class Came(Stepper[CameOptions]):
     def _run(self, bound: Bound, grad_scale: float, shards: Tensor | None, index: int) -> None:
         beta2s = array("d", itertools.chain.from_iterable(map(_beta2s, self.buckets)))
         with self.lock:
-            loaded().bighorn_came_step(
+            came_step()(
                 bound.how,
                 bound.options,
                 self.rows.data_ptr(),
@@ -107,6 +109,15 @@ class Came(Stepper[CameOptions]):
                 index,
                 self.workspace.data_ptr(),
             )
+
+
+@functools.cache
+def came_step() -> Any:
+    """Return the library's function."""
+    function, address = loaded().bighorn_came_step, ctypes.c_void_p
+    run = ctypes.POINTER(STRUCTURES["RunConfig"])
+    function.argtypes = [run, *[address] * 7, ctypes.c_int64, ctypes.c_double, ctypes.c_int, address]
+    return function
 
 
 def _beta2s(bucket: Bucket[CameOptions]) -> list[float]:

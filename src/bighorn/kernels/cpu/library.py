@@ -88,7 +88,6 @@ def declare(library: ctypes.CDLL, structures: abi.Structures) -> None:
     library.bighorn_layer_chunks.restype = count
     library.bighorn_factored_workspace.argtypes = [address, address, address, count, ctypes.c_int]
     library.bighorn_factored_workspace.restype = count
-    library.bighorn_came_step.argtypes = [run, *[address] * 7, count, number, ctypes.c_int, address]
 
 
 def runtime() -> ctypes.CDLL | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Generic
 
@@ -52,10 +52,10 @@ CACHED_BYTES = 1 << 24
 
 def temporary_bytes(bucket: Bucket[Options]) -> int:
     """Return the temporaries of an element in a step, which `tests/device/test_counts.py` measures."""
-    o, x, m = bucket.options, bucket.params[0], bucket.state["exp_avg"][0]
+    o, x = bucket.options, bucket.params[0]
     if o.int4:
         return 26
-    if x.itemsize >= 4 and m.itemsize >= 4:
+    if x.itemsize >= 4 and (o.first_moment is None or bucket.state[o.first_moment][0].itemsize >= 4):
         return x.itemsize * (2 if getattr(o, "cautious", False) else 1)
     if o.weight_rounding == "kahan8":
         return 26
@@ -73,7 +73,7 @@ def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[i
         shape = bucket.shards[i].shape if bucket.shards else bucket.params[i].shape
         size = math.prod(shape)
         if bucket.options.blocks:
-            size = math.prod(scales_shape(shape, bucket.state["exp_avg_scale"][i].dim() - 1)) * BLOCK
+            size = math.prod(scales_shape(shape, scales_of(bucket.state)[i].dim() - 1)) * BLOCK
         if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > limit:
             yield rows
             rows, total, largest = [], 0, 0
@@ -81,6 +81,11 @@ def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[i
         total, largest = total + size, max(largest, size)
     if rows:
         yield rows
+
+
+def scales_of(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
+    """Return the scales of a moment that is kept in blocks, as all of them have the same blocks."""
+    return next(tensors for name, tensors in state.items() if name.endswith("_scale"))
 
 
 class Group(Generic[Options]):
@@ -103,7 +108,7 @@ class Group(Generic[Options]):
         self.dtype, self.device = compute_dtype(bucket.params[0]), bucket.metrics.device
         self.wide = wide(self.device)
         self.shards = [bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape)) for i in rows]
-        self.in_blocks = "exp_avg_scale" in bucket.state
+        self.forms = bucket.options.forms
 
     def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
         """Make one step; it yields sums over shards, as `reference.Stepper.sharded_step`."""
@@ -196,11 +201,11 @@ class Group(Generic[Options]):
 
     def load(self, name: str) -> list[Tensor]:
         """Return a moment to compute in: itself, or copies in the dtype of the arithmetic."""
-        if not self.in_blocks:
+        if f"{name}_scale" not in self.state:
             return widened(self.state[name], self.dtype)
         if self.bucket.options.int4:
-            stored = self._of_blocks("exp_avg_sq", name) if self._form(name).relative else self._of_blocks(name)
-            return self.blocks.parts(dequantize(name, stored), self.x)
+            stored = self._of_blocks(self._form(name).relative, name)
+            return self.blocks.parts(dequantize(self.forms, name, stored), self.x)
         codes = self.blocks.whole(self.state[name], dtype=torch.float32)
         scales = self._of_blocks(f"{name}_scale")[f"{name}_scale"]
         return self.blocks.parts(from_codes(codes.unsqueeze(1), scales, self._form(name)).squeeze(1), self.x)
@@ -215,10 +220,10 @@ class Group(Generic[Options]):
         form = self._form(name)
         dithered = form.dtype == torch.uint8
         if self.bucket.options.int4:
-            state = self._of_blocks("exp_avg_sq") if form.relative else self._of_blocks()
-            new = quantize(name, values.take(), state, self._dither(t) if dithered else NEAREST)
+            state = self._of_blocks(form.relative)
+            new = quantize(self.forms, name, values.take(), state, self._dither(t) if dithered else NEAREST)
             self._write(new, apply_mask)
-            return self.blocks.parts(dequantize(name, state | new), self.x)
+            return self.blocks.parts(dequantize(self.forms, name, state | new), self.x)
         codes, scales = to_codes(values.take(), form, self._dither(t) if dithered else NEAREST)
         self._write({name: codes.squeeze(1), f"{name}_scale": scales}, apply_mask)
         return self.blocks.parts(from_codes(codes, scales, form).squeeze(1), self.x)
@@ -226,10 +231,10 @@ class Group(Generic[Options]):
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of the rows' moments."""
-        return Blocks(self.state["exp_avg_scale"], self.x)
+        return Blocks(scales_of(self.state), self.x)
 
     def _form(self, name: str) -> Form:
-        form = form_of(name, self._of_blocks())
+        form = form_of(self.forms, name, self._of_blocks())
         assert form is not None
         return form
 
@@ -237,8 +242,7 @@ class Group(Generic[Options]):
         """Return a state for the codec: these moments or scales with a row for each block, others of any tensor."""
         state = {key: each[0].flatten(0, -2) if "scale" in key else each[0] for key, each in self.state.items()}
         for key in [each for name in names for each in (name, f"{name}_scale") if each in state]:
-            int4 = key == "exp_avg" and state[key].dtype == torch.uint8
-            width = 1 if key.endswith("_scale") else BLOCK // 2 if int4 else BLOCK
+            width = 1 if key.endswith("_scale") else BLOCK // 2 if self._form(key).int4 else BLOCK
             state[key] = self.blocks.whole(self.state[key], width)
         return state
 

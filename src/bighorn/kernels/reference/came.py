@@ -48,10 +48,10 @@ def came(
     excess = (rms_u / o.clip_threshold).clamp(min=1)  # CAME-clip
     u = u / excess.to(dtype)  # CAME-clip
 
-    m = beta1 * dequantize("exp_avg", state, u.shape).to(dtype) + (1 - beta1) * u  # CAME-m
-    new_state |= quantize("exp_avg", m, state, dither)
+    m = beta1 * dequantize(o.forms, "exp_avg", state, u.shape).to(dtype) + (1 - beta1) * u  # CAME-m
+    new_state |= quantize(o.forms, "exp_avg", m, state, dither)
     # From here on the average is used as it is stored, in the residual too, so that every backend may read it back.
-    m = dequantize("exp_avg", new_state, u.shape).to(dtype)
+    m = dequantize(o.forms, "exp_avg", new_state, u.shape).to(dtype)
 
     confidence, confidence_mean = torch.ones_like(m), torch.ones_like(rms_u)
     if o.factor is not None:

@@ -30,16 +30,16 @@ def lamb(
         g = g + o.weight_decay * x
 
     beta3 = 1 - beta1 if o.grad_averaging else 1.0
-    m = beta1 * dequantize("exp_avg", state, g.shape).to(dtype) + beta3 * g  # LAMB-m
-    v = dequantize("exp_avg_sq", state).to(dtype)
+    m = beta1 * dequantize(o.forms, "exp_avg", state, g.shape).to(dtype) + beta3 * g  # LAMB-m
+    v = dequantize(o.forms, "exp_avg_sq", state).to(dtype)
     v = v + g * g if o.second_moment == "adagrad" else beta2 * v + (1 - beta2) * g * g  # LAMB-v
     # From here on the moments are used as they are stored, so that every backend may read them back.
-    new_state = quantize("exp_avg_sq", v, state, dither)
-    new_state |= quantize("exp_avg", m, {**state, **new_state}, dither)  # which may be relative to the stored v
-    m, v = (dequantize(name, new_state, g.shape).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
+    new_state = quantize(o.forms, "exp_avg_sq", v, state, dither)
+    new_state |= quantize(o.forms, "exp_avg", m, {**state, **new_state}, dither)  # m may be relative to v
+    m, v = (dequantize(o.forms, name, new_state, g.shape).to(dtype) for name in ("exp_avg", "exp_avg_sq"))
     if o.second_moment == "amsgrad":
         v = torch.maximum(state["max_exp_avg_sq"].to(dtype), v)
-        new_state |= quantize("max_exp_avg_sq", v, state)
+        new_state |= quantize(o.forms, "max_exp_avg_sq", v, state)
 
     correction1, correction2, lr_correction = bias_corrections(t, o)
     r = m / (correction1 * (v.sqrt() / correction2.sqrt() + o.eps))  # m / correction1 and v / correction2 can overflow

@@ -32,9 +32,11 @@ def lars(
 
     before, after = (o.lr * q, 1.0) if o.lr_in_momentum else (q, o.lr)
     u = before.to(dtype) * u
-    m = o.momentum * dequantize("exp_avg", state, u.shape).to(dtype) + u  # LARS-m
-    new_state = quantize("exp_avg", m, state, dither)
-    m = dequantize("exp_avg", new_state, u.shape).to(dtype)  # as it is stored, so that every backend may read it back
+    m = o.momentum * dequantize(o.forms, "exp_avg", state, u.shape).to(dtype) + u  # LARS-m
+    new_state = quantize(o.forms, "exp_avg", m, state, dither)
+    m = dequantize(o.forms, "exp_avg", new_state, u.shape).to(
+        dtype
+    )  # as it is stored, so that every backend may read it back
     x = x - after * (u + o.momentum * m if o.nesterov else m)  # LARS-x
     return x, new_state, torch.stack([weight_norm, update_norm, q])
 

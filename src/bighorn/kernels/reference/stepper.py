@@ -36,8 +36,8 @@ def needs_rng_key(bucket: Bucket[Options]) -> bool:
     """Whether a bucket's step uses random bits, for weights, or dither, for moments that are dithered."""
     if bucket.options.weight_rounding == "stochastic" or bucket.options.int4:
         return True
-    moments = bucket.state.get("exp_avg_sq", [])
-    return bool(moments) and moments[0].dtype == torch.uint8
+    moments = [bucket.state.get(name, []) for name in bucket.options.forms]
+    return any(each[0].dtype == torch.uint8 for each in moments if each)
 
 
 class Stepper(Generic[Options]):

@@ -88,7 +88,7 @@ class LaunchGroup(Generic[Options]):
         self.launches: dict[tuple[object, ...], tuple[Launch, int, Tables]] = {}
         self.update_gradients()
         (index, i), x = indices[0], self.params[0]
-        m = buckets[index].state["exp_avg"][i]
+        m = buckets[index].first_moment(i)
         cut = any(shard.split - {0} for index, _ in indices for shard in buckets[index].shards)
         self.constants = {
             **self.compiled_for(x.dtype, dtypes[index, i], m.dtype, buckets[index].options),
@@ -205,7 +205,7 @@ class LaunchGroup(Generic[Options]):
         first = 0
         for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
-            x, m, step = bucket.params[i], bucket.state["exp_avg"][i], bucket.steps[i].data_ptr()
+            x, m, step = bucket.params[i], bucket.first_moment(i), bucket.steps[i].data_ptr()
             rows.append(
                 self.layout.row.pack(
                     SIZE=x.numel(),

@@ -99,7 +99,7 @@ class Stepper(Generic[Options]):
     def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
         """Return the properties, besides dtypes, that must be equal for rows that the same compiled kernels serve."""
         del i
-        return bucket.options.weight_rounding, "exp_avg_scale" in bucket.state
+        return bucket.options.weight_rounding, bucket.options.blocks
 
     def build_tables(self) -> None:
         """Sort the rows into groups, and compile their kernels, so that none fails after another one has written."""
@@ -200,7 +200,7 @@ class Stepper(Generic[Options]):
                 key = (
                     x.dtype,
                     self.grad_dtypes[index, i],
-                    bucket.state["exp_avg"][i].dtype,
+                    bucket.first_moment(i).dtype,
                     self.kind(bucket, i),
                 )
                 groups.setdefault(key, []).append((index, i))

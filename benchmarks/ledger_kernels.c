@@ -116,10 +116,10 @@ int main(int count, char **arguments) {
         for (int pass = 0; pass < passes; pass++) bighorn_square_sum(&RUN, &gradient, grads, 1, squares);
         if (is_lamb)
             bighorn_lamb_step(&RUN, &lamb_options, &lamb, &gradient, grads, ORDER, 1, 1, partial, scratch,
-                              SCRATCH_BYTES, PHASE_BOTH, sums);
+                              SCRATCH_BYTES, PHASE_BOTH, sums, 2);
         else if (is_lars)
             bighorn_lars_step(&RUN, &lars_options, &lamb, &gradient, grads, ORDER, 1, 1, partial, scratch,
-                              SCRATCH_BYTES, PHASE_BOTH, sums);
+                              SCRATCH_BYTES, PHASE_BOTH, sums, 2);
         else bighorn_came_step(&RUN, &came_options, &came, NULL, &gradient, grads, BETA2S, ORDER, 1, 1, 0, workspace);
         bighorn_advance(&step, 1);
     }

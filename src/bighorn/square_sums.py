@@ -42,6 +42,21 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([torch.stack(found) for found in norms], dim=-1).square()
 
 
+def product_sums(xs: Sequence[Tensor], ys: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return what `inner` needs of pairs of tensors: sums that add up like sums of squares, `[2 * pairs]` of them."""
+    positive = torch._foreach_mul(list(xs), list(ys))
+    roots = torch._foreach_sqrt(torch._foreach_abs(positive))
+    torch._foreach_clamp_min_(positive, 0.0)
+    torch._foreach_sqrt_(positive)
+    return square_sums([*positive, *roots], device)
+
+
+def inner(product_sums: Tensor) -> Tensor:
+    """Return the inner product of each pair: the sums of positive products, and of the magnitudes of all products."""
+    positive, magnitudes = root(product_sums).square().chunk(2)
+    return 2 * positive - magnitudes
+
+
 SERIAL = 1 << 14
 """The elements of a part of a tensor that a CPU adds up with one thread, so that no bits depend on threads."""
 

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { LAYER_SUMS = 4 }; /* the numbers in LayerSums of layerwise.h */
+enum { LAYER_SUMS = 3 }; /* the numbers in LayerSums of layerwise.h */
 enum { STEPS = 2, MAX_ROWS = 512, SCRATCH_BYTES = 1 << 20 };
 
 /* ---- memory ---------------------------------------------------------------------------------------------- */
@@ -132,12 +132,13 @@ static void print_results(const Results *all, const char *name) {
 
 static const struct {
     const char *name;
-    int second_moment, bias_correction, decay_mode, adapt;
+    int second_moment, bias_correction, decay_mode, adapt, hyperball;
 } LAMBS[] = {
-    {"lamb", SECOND_MOMENT_ADAM, BIAS_CORRECTION_TRUE, DECAY_MODE_RATIO, 1},
-    {"l2", SECOND_MOMENT_ADAM, BIAS_CORRECTION_LR, DECAY_MODE_L2, 1},
-    {"adamw", SECOND_MOMENT_ADAM, BIAS_CORRECTION_TRUE, DECAY_MODE_DECOUPLED, 0},
-    {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_FALSE, DECAY_MODE_L2, 0},
+    {"lamb", SECOND_MOMENT_ADAM, BIAS_CORRECTION_TRUE, DECAY_MODE_RATIO, 1, 0},
+    {"ball", SECOND_MOMENT_ADAM, BIAS_CORRECTION_LR, DECAY_MODE_RATIO, 1, 1},
+    {"l2", SECOND_MOMENT_ADAM, BIAS_CORRECTION_LR, DECAY_MODE_L2, 1, 0},
+    {"adamw", SECOND_MOMENT_ADAM, BIAS_CORRECTION_TRUE, DECAY_MODE_DECOUPLED, 0, 0},
+    {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_FALSE, DECAY_MODE_L2, 0, 0},
 };
 
 static LayerRow layer_rows[MAX_ROWS];
@@ -154,6 +155,7 @@ static void add_layer(int64_t height, int64_t width, int stored, int state_type)
         .inner = in_blocks ? width : 0,
         .step = &steps[rows],
         .metrics = norms[rows],
+        .radius = zeros(1, sizeof(float)),
         .state_type = state_type,
     };
     add_gradient(height, width, GRAD_TYPES[rows % 4]);
@@ -174,11 +176,12 @@ static void step_lamb(int variant, enum LambMoments moments) {
         .trust_ratio_bounds = {0, INFINITY},
         .rounding_seed = 1ull << 40,
         .adapt = LAMBS[variant].adapt,
+        .hyperball = LAMBS[variant].hyperball,
         .bias_correction = LAMBS[variant].bias_correction,
         .grad_averaging = 1,
         .decay_mode = LAMBS[variant].decay_mode,
         .second_moment = LAMBS[variant].second_moment,
-        .maximize = variant == 1,
+        .maximize = variant == 2,
     };
     rows = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
@@ -194,7 +197,7 @@ static void step_lamb(int variant, enum LambMoments moments) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
             bighorn_lamb_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
-                              SCRATCH_BYTES, phase, sums);
+                              SCRATCH_BYTES, phase, sums, LAYER_SUMS);
         bighorn_advance(counts, rows);
     }
     Results all = {0};
@@ -316,7 +319,7 @@ static void step_lars(int variant) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
             bighorn_lars_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
-                              SCRATCH_BYTES, phase, sums);
+                              SCRATCH_BYTES, phase, sums, LAYER_SUMS);
         bighorn_advance(counts, rows);
     }
     Results all = {0};

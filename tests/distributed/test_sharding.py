@@ -352,6 +352,7 @@ ROUNDS = [
         ("cpu", "triton"),
         (
             *("both-bounds", "clip-skip", "stacked", "mixed-paper-v5", "bfloat16-states-int8-everything"),
+            *("hyperball", "stacked-hyperball", "bfloat16-states-int8-hyperball"),
             *("lars-everything", "lars-stacked-joint-clipped", "lars-mixed-paper"),
         ),
     ),

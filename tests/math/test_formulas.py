@@ -116,7 +116,7 @@ def witness_state(tensor: Any) -> dict[str, list[float]]:
     """Return the values of each tensor that a state may have."""
     state = {"exp_avg": tensor.m, "exp_avg_sq": tensor.v}
     if isinstance(tensor, scalar_formulas.Tensor):
-        return {**state, "max_exp_avg_sq": tensor.v_max}
+        return {**state, "max_exp_avg_sq": tensor.v_max, "radius": tensor.radii}
     for name, matrices in (("sq", tensor.sq), ("res", tensor.res)):
         state[f"exp_avg_{name}_row"] = [a for matrix in matrices for a in matrix.row]
         state[f"exp_avg_{name}_col"] = [a for matrix in matrices for a in matrix.col]

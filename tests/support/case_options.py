@@ -13,6 +13,22 @@ import torch
 
 from bighorn.schedules import RelativeStep
 
+
+def is_matrix(_: str, param: torch.Tensor) -> bool:
+    return param.ndim >= 2 or param.is_complex()
+
+
+def is_zero(name: str, _: torch.Tensor) -> bool:
+    return name.startswith("zero")
+
+
+ON_BALL: Mapping[str, Any] = {
+    "hyperball": True,
+    "exclude_from_weight_decay": is_matrix,
+    "exclude_from_layer_adaptation": is_zero,
+}
+"""Hyperball: matrices have no decay, the others take steps of AdamW; a matrix of zeros cannot move on a ball."""
+
 LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "paper-v5": {},
     "paper-v3": {"bias_correction": False},
@@ -57,6 +73,9 @@ LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "cautious-decoupled": {"cautious": True, "decay_mode": "decoupled"},
     "cautious-l2": {"cautious": True, "decay_mode": "l2"},
     "cautious-amsgrad-in-lr": {"cautious": True, "second_moment": "amsgrad", "bias_correction": "lr"},
+    "hyperball": ON_BALL,
+    "hyperball-in-lr": {**ON_BALL, "bias_correction": "lr", "decay_mode": "decoupled", "maximize": True},
+    "hyperball-cautious": {**ON_BALL, "cautious": True},
     "no-decay-by-name": {"exclude_from_weight_decay": [r"bias$", r"^conv\d"]},
     "no-adapt-by-name": {"exclude_from_layer_adaptation": [r"bias$", r"^big"]},
     "both-by-name": {"exclude_from_weight_decay": [r"\.bias"], "exclude_from_layer_adaptation": ["conv"]},
@@ -88,6 +107,7 @@ LAMB_GROUPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "stacked-centralised": ({"stacked": True, "grad_centralization": True},),
     "stacked-centralised-conv": ({"stacked": True, "grad_centralization": "conv"},),
     "stacked-adam": ({"stacked": True, "adam": True},),
+    "stacked-hyperball": ({"stacked": True, "hyperball": True, "weight_decay": 0.0},),
     "centralised": ({"grad_centralization": True},),
     "centralised-conv": ({"grad_centralization": "conv"},),
     "centralised-l2-maximize": ({"grad_centralization": True, "decay_mode": "l2", "maximize": True},),

@@ -272,8 +272,8 @@ LAMB = Rows(
     LAMB_OPTIONS,
     LAMB_GROUPS,
     DTYPES,
-    with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad"),
-    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled", "cautious"),
+    with_dtypes=("paper-v5", "adamw", "everything", "cautious", "adagrad", "hyperball"),
+    with_sizes=("paper-v5", "adamw", "clip-skip", "amsgrad", "decoupled", "cautious", "hyperball"),
 )
 
 CAME = Rows(

@@ -17,6 +17,7 @@ from tests.support.cases import Case
 COMPILED = {
     "decay_mode": "ratio",
     "adam": False,
+    "hyperball": False,
     "factor": "matrix",
 }
 """Options that kernels are compiled for, and their defaults: every combination in the table is a separate kernel."""

@@ -141,7 +141,10 @@ def recorded() -> list[Request]:
 
 def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, Any]]]:
     """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
-    modes: list[dict[str, Any]] = [{"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")]
+    modes: list[dict[str, Any]] = [
+        *({"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")),
+        {"hyperball": True, "weight_decay": 0.0},
+    ]
     for x, g in itertools.product((F32, BF16, F16), repeat=2):
         for mode, moments in itertools.product(modes, (F32, BF16, "int8", *(["int4"] if g == x else []))):
             yield Lamb, x, g, {**mode, "state_dtype": moments}

@@ -27,6 +27,7 @@ class Options:
     eps: float = 1e-6
     weight_decay: float = 0.0
     adam: bool = False
+    hyperball: bool = False
     adapt: bool = True
     always_adapt: bool = True
     bias_correction: bool | Literal["lr"] = True
@@ -71,6 +72,7 @@ class Tensor:
     m: Floats = field(default_factory=list)
     v: Floats = field(default_factory=list)
     v_max: Floats = field(default_factory=list)
+    radii: Floats = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert len(self.x) == math.prod(self.shape)
@@ -186,12 +188,27 @@ def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio | CameFigures]:
         if o.decay_mode == "ratio":
             u = [a + o.weight_decay * w for a, w in zip(u, x[part], strict=True)]
         weight_norm, update_norm = norm(x[part]), norm(u)
+        if o.hyperball and o.adapt and len(tensor.shape) - o.stacked >= 2:
+            if len(tensor.radii) == len(ratios):
+                tensor.radii.append(weight_norm)
+            ratios.append(Ratio(weight_norm, update_norm, _on_ball(x, part, u, lr, tensor.radii[len(ratios)])))
+            continue
         q = 1.0
-        if not o.adam and o.adapt and (o.always_adapt or o.weight_decay != 0):
+        if not o.hyperball and not o.adam and o.adapt and (o.always_adapt or o.weight_decay != 0):
             q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
         x[part] = [w - lr * q * a for w, a in zip(x[part], u, strict=True)]
         ratios.append(Ratio(weight_norm, update_norm, q))
     return ratios
+
+
+def _on_ball(x: Floats, part: slice, u: Floats, lr: float, radius: float) -> float:
+    """Move a layer by lr R u / ||u||, and back to the ball: arXiv:2606.16899v1. Return the factor of lr u."""
+    if norm(u) == 0:
+        return 0.0
+    y = [w - lr * radius * a / norm(u) for w, a in zip(x[part], u, strict=True)]
+    back = radius / norm(y)
+    x[part] = [back * a for a in y]
+    return back * radius / norm(u)
 
 
 def one_minus_power(beta: float, t: int) -> float:

@@ -104,7 +104,8 @@ change it. It is therefore dithered.
 """
 
 Forms = Mapping[str, Mapping[torch.dtype, Form]]
-"""The forms of an algorithm's moments, by name and by the dtype of codes; a relative one follows its moment."""
+"""The forms of an algorithm's moments, by name and by the dtype of codes; a relative one follows its moment, and
+the first moment is the last."""
 
 
 def form_of(forms: Forms, name: str, state: Mapping[str, Tensor]) -> Form | None:

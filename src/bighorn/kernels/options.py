@@ -78,6 +78,9 @@ class KernelOptions:
     forms: ClassVar[codec.Forms] = {}
     """The forms of moments that can be kept in blocks."""
 
+    numbers: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "eps", "weight_decay"})
+    """Options that may change between steps without a new plan."""
+
     multiplier: ClassVar[str | None] = None
     """The metric by which the learning rate of a layer is multiplied, if any."""
 
@@ -124,6 +127,8 @@ class LambOptions(KernelOptions):
     grad_averaging: Annotated[bool, Option(flag, int)]
     decay_mode: Annotated[DecayMode, one_of(DecayMode)]
     adapt: Annotated[bool, Option(c=int)]
+    hyperball: Annotated[bool, Option(c=int)] = False
+    """Whether the norm of each tensor is kept, instead of a trust ratio."""
     weight_norm_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
@@ -179,7 +184,7 @@ def table(options: type) -> dict[str, Option]:
 
     Example:
         >>> [name for name, option in table(LambOptions).items() if option.check is None]
-        ['lr', 'weight_decay', 'adapt']
+        ['lr', 'weight_decay', 'adapt', 'hyperball']
     """
     hints = get_type_hints(options, include_extras=True)
     pairs = [(name, each) for name, hint in hints.items() for each in getattr(hint, "__metadata__", ())]

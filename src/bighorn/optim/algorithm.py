@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor
@@ -48,6 +48,10 @@ class Variant(NamedTuple):
     """Whether one of them is kept in codes of 4 bits."""
     rounds: bool
     """Whether weights have 16 bits, on which alone `weight_rounding` acts."""
+
+
+VariantCheck = Callable[[Variant, Tensor, str], None]
+"""A function of the variant of a parameter, the parameter, and its name; it raises a ValueError."""
 
 
 class ParamTraits(NamedTuple):
@@ -131,6 +135,11 @@ class Algorithm(ABC, Generic[Options]):
         del param
         return False, int(group["stacked"])
 
+    def adapts(self, group: Group, param: Tensor) -> bool:
+        """Whether a parameter (as a real view) that no exclusion names has what the algorithm does for layers."""
+        del group, param
+        return True
+
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""
         return unsupported_reason(param, group["state_dtype"])
@@ -159,6 +168,11 @@ class Algorithm(ABC, Generic[Options]):
             **{name: group[name] for name in self.passed_on},
             **({} if variant.rounds else {"weight_rounding": "nearest"}),
         }
+
+    def variant_check(self, group: Group) -> VariantCheck | None:
+        """A check of the parameters of a group that is to be added, which needs to know their exclusions, or None."""
+        del group
+        return None
 
     def traits_of(self, group: Group, param: Tensor) -> ParamTraits:
         """The traits of a parameter (as a real view)."""

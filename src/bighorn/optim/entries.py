@@ -15,7 +15,7 @@ from bighorn.distributed.flat import FlatParams
 from bighorn.distributed.sharding import PLAIN
 from bighorn.kernels.rounding import LOW
 from bighorn.names import excludes
-from bighorn.optim.algorithm import Algorithm, Group, ParamTraits, Variant
+from bighorn.optim.algorithm import Algorithm, Group, ParamTraits, Variant, VariantCheck
 from bighorn.optim.entry import Entry
 from bighorn.optim.flat_tensors import fragments
 from bighorn.optim.param_groups import label_of
@@ -70,7 +70,8 @@ def entry_of(
     variant = Variant(
         group=index,
         decays=not excludes(settings.exclude_from_weight_decay, name, param, group["stacked"]),
-        adapts=not excludes(settings.exclude_from_layer_adaptation, name, param, group["stacked"]),
+        adapts=algorithm.adapts(group, whole)
+        and not excludes(settings.exclude_from_layer_adaptation, name, param, group["stacked"]),
         centres=centres,
         factored=traits.factored,
         blocks=traits.blocks,
@@ -129,7 +130,8 @@ def _flat_entries(
         variant = Variant(
             group=index,
             decays=not excludes(settings.exclude_from_weight_decay, each.name, whole),
-            adapts=not excludes(settings.exclude_from_layer_adaptation, each.name, whole),
+            adapts=algorithm.adapts(group, whole)
+            and not excludes(settings.exclude_from_layer_adaptation, each.name, whole),
             centres=False,
             factored=algorithm.shape_of(group, whole)[0],
             blocks=False,
@@ -149,15 +151,23 @@ def _flat_entries(
         )
 
 
-def check_backend(
-    group: Group, index: int, params: list[Tensor], algorithm: Algorithm[Any], settings: Settings
+def check_entries(
+    group: Group,
+    index: int,
+    params: list[Tensor],
+    algorithm: Algorithm[Any],
+    settings: Settings,
+    check: VariantCheck | None,
 ) -> None:
-    """Raise if the requested backend does not serve all parameters of a group that is to be added at this index.
+    """Raise if a parameter of a group that is to be added at this index cannot be stepped.
 
     Raises:
-        ValueError: The backend does not serve one of the parameters.
+        ValueError: The requested backend does not serve it, or the algorithm refuses its options.
     """
     for position, param in enumerate(params):
         entry = entry_of(param, group, (index, position), algorithm, settings)
-        options = algorithm.kernel_options(group, entry.variant)
-        kernels.pick(settings.backend, entry.local(), options, entry.row_shard)
+        if check is not None:
+            check(entry.variant, param, entry.label)
+        if settings.backend != "auto":
+            options = algorithm.kernel_options(group, entry.variant)
+            kernels.pick(settings.backend, entry.local(), options, entry.row_shard)

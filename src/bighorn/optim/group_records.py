@@ -16,7 +16,7 @@ from bighorn.arguments import about
 from bighorn.distributed.flat import FlatParams
 from bighorn.optim import deepspeed, flat_tensors, param_groups
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.entries import Indices, check_backend, parameters
+from bighorn.optim.entries import Indices, check_entries, parameters
 from bighorn.optim.scheduled import ScheduledOptions, attach_schedules
 from bighorn.optim.settings import Settings
 
@@ -161,8 +161,9 @@ class GroupRecords:
         flat = flat_tensors.joining(layout, complete, tensors, index, self.algorithm)
         record = GroupRecord(complete, flat=flat, given=tensors)
         attach_schedules(complete, record.scheduled)
-        if settings.backend != "auto":
-            check_backend(complete, index, tensors, self.algorithm, settings)
+        check = self.algorithm.variant_check(complete)
+        if settings.backend != "auto" or check is not None:
+            check_entries(complete, index, tensors, self.algorithm, settings, check)
         record.note_checked(self.algorithm)
         return record
 

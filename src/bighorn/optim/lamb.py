@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.arguments import Check, StepFunction, flag
+from bighorn.arguments import Check, StepFunction, about, flag
+from bighorn.distributed.sharding import PLAIN
 from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, LambOptions, SecondMoment
 from bighorn.kernels.rounding import Rounding
 from bighorn.names import Exclusion, Names, listed
 from bighorn.optim import presets
-from bighorn.optim.algorithm import Group
+from bighorn.optim.algorithm import Group, Variant, VariantCheck
 from bighorn.optim.layerwise import LayerwiseAlgorithm
 from bighorn.optim.optimizer import KernelOptimizer
 from bighorn.optim.reports import Table
-from bighorn.optim.state import BLOCK_DTYPES, MIN_8BIT_SIZE, StateDtype, StateSpec, moments_dtype
+from bighorn.optim.state import (
+    BLOCK_DTYPES,
+    MIN_8BIT_SIZE,
+    StateDtype,
+    StateSpec,
+    StateTensorSpec,
+    all_dims,
+    moments_dtype,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +54,10 @@ class LambTelemetry(Table):
     skipped: Tensor
 
 
+OFF_THE_BALL = {"adam": False, "always_adapt": True, "weight_norm_bounds": None, "trust_ratio_bounds": None}
+"""Options of the trust ratio, with the values that Hyperball allows."""
+
+
 class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     """The options, state tensors and kernel options of `Lamb`."""
 
@@ -55,7 +69,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         "before training"
     )
     kernel_options_type = LambOptions
-    group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag}
+    group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag, "hyperball": flag}
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad and adagrad do not fit all state dtypes."""
@@ -64,6 +78,9 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
                 'second_moment="amsgrad" use state_dtype="float32"'
             )
+        for name, allowed in OFF_THE_BALL.items() if group["hyperball"] else ():
+            if group[name] != allowed:
+                return f"hyperball=True keeps norms of matrices, which {name}={group[name]!r} contradicts: leave it out"
         if group["second_moment"] == "adagrad" and group["state_dtype"] == "bfloat16":
             return (
                 'state_dtype="bfloat16" loses what is added to a sum above 256 times as large, a quarter of which is '
@@ -80,14 +97,48 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         return dtypes
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """Both moments; the running maximum of amsgrad starts as the second one, in a state that has none."""
+        """Both moments, and the norm that a matrix keeps.
+
+        The running maximum of amsgrad starts as the second moment, in a state that has none.
+        """
         starts = {"max_exp_avg_sq": "exp_avg_sq"}
         spec = super().moments(group, param)
+        if group["hyperball"] and self.adapts(group, param):
+            wide = moments_dtype(param, None)
+            spec = {**spec, "radius": StateTensorSpec(wide, all_dims(param)[: int(group["stacked"])])}
         return {name: replace(each, starts_as=starts.get(name)) for name, each in spec.items()}
 
     def has_trust_ratio(self, group: Group) -> bool:
         """Adam has no trust ratio."""
         return not group["adam"]
+
+    def adapts(self, group: Group, param: Tensor) -> bool:
+        """Hyperball keeps the norms of matrices alone: other parameters take steps of AdamW."""
+        return not group["hyperball"] or param.dim() - group["stacked"] >= 2
+
+    def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
+        """The options of the group, and whether the bucket has a trust ratio, or norms that are kept."""
+        options = super().kernel_options(group, variant)
+        hyperball = group["hyperball"] and options.adapt
+        if hyperball and options.weight_decay != 0:
+            raise ValueError(
+                f"hyperball=True keeps norms of matrices, against weight_decay={options.weight_decay:g}: "
+                "set weight_decay=0 in their group, or name them in exclude_from_weight_decay"
+            )
+        return replace(options, hyperball=hyperball)
+
+    def variant_check(self, group: Group) -> VariantCheck | None:
+        """Hyperball can neither decay a matrix nor move one of zeros."""
+        return partial(self._check_ball, group) if group["hyperball"] else None
+
+    def _check_ball(self, group: Group, variant: Variant, param: Tensor, what: str) -> None:
+        with about(what):
+            on_ball = self.kernel_options(group, variant).hyperball
+        if on_ball and type(param) in PLAIN and not param.is_meta and param.numel() > 0 and not bool(param.any()):
+            raise ValueError(
+                f"{what} is zero, and hyperball=True would keep its norm of 0: initialize it with other values, or "
+                "exclude it from layer adaptation"
+            )
 
 
 class Lamb(KernelOptimizer):
@@ -111,6 +162,10 @@ class Lamb(KernelOptimizer):
             divided by 0. Default: 1e-6.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
         adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
+        hyperball: Keep the norm of each matrix (of each slice of a stacked one) instead of a trust ratio: x moves by lr
+            times its norm, and back to the norm that it had at the first step. Parameters of less than 2 dims, and
+            those in `exclude_from_layer_adaptation`, take steps of AdamW. Matrices have no weight decay, and none may
+            be all zeros. Wen et al., arXiv:2606.16899v1. Default: False.
         bias_correction: True: as in v5 of the paper. False: none, as in v3. "lr": a factor sqrt(1 - beta2^t) /
             (1 - beta1^t) of the learning rate, outside the ratio (DeepSpeed). Default: True.
         grad_averaging: False: the gradient enters the first moment without the factor 1 - beta1. Default: True.
@@ -182,6 +237,7 @@ class Lamb(KernelOptimizer):
         weight_decay: float | Iterable[float] | StepFunction = 0.0,
         *,
         adam: bool = False,
+        hyperball: bool = False,
         bias_correction: BiasCorrection = True,
         grad_averaging: bool = True,
         decay_mode: DecayMode = "ratio",

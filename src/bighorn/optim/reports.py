@@ -135,8 +135,8 @@ class Reports(Optimizer):
 
         Returns:
             The norm of the loss relative to the moment's, by the parameter's name or its indices in `param_groups`, of
-            this rank's part. Only parameters whose first moment is in int8 or int4 are there. A moment of zeros loses
-            0, and one that is not finite NaN.
+            this rank's part. Only parameters with a moment in int8 or int4 are there; of two moments it is the first. A
+            moment of zeros loses 0, and one that is not finite NaN.
 
         Example:
             >>> import torch
@@ -150,12 +150,13 @@ class Reports(Optimizer):
             (['weight'], True)
         """
         found = {}
-        name, forms = self.algorithm.kernel_options_type.first_moment, self.algorithm.forms
-        for entry in self._entries(self.param_groups) if name in forms else ():
+        forms = self.algorithm.forms
+        for entry in self._entries(self.param_groups):
             state = self.state.get(entry.param, {})
-            if (form := codec.form_of(forms, name, state)) is not None:
-                codes, scales = (local(state[key]) for key in (name, f"{name}_scale"))
-                found[entry.label] = float(codec.expected_error(codes, scales, form))
+            for name in forms:  # the first moment is the last one there
+                if (form := codec.form_of(forms, name, state)) is not None:
+                    codes, scales = (local(state[key]) for key in (name, f"{name}_scale"))
+                    found[entry.label] = float(codec.expected_error(codes, scales, form))
         return found
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from bighorn.optim.group_records import GroupRecords
 from bighorn.optim.plan_cache import MOST_PLANS, GuardInputs, PlanCache, StepParams, expected
 from bighorn.optim.settings import Settings
 from bighorn.optim.state import init_or_validate_state
-from bighorn.optim.step_options import NUMBERS, StepOptions, refuse_unread
+from bighorn.optim.step_options import StepOptions, refuse_unread
 from bighorn.optim.step_param import Released
 from bighorn.optim.step_plan import PartCall, StepPlan, scale_and_mask, square_sum_of
 
@@ -194,7 +194,7 @@ class Steps:
             step = Step(self, optimizer, StepOptions(records, optimizer.defaults, self.algorithm, self.settings))
             if step.options.changed:
                 self.options_version += 1
-                if not step.options.changed <= NUMBERS:
+                if not step.options.changed <= self.algorithm.kernel_options_type.numbers:
                     self.last, self.plans = (), PlanCache()
         step.params = params
         return step

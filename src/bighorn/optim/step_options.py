@@ -15,9 +15,6 @@ from bighorn.optim.param_groups import COUNT, MULTIPLIERS, check_keys, multiplie
 from bighorn.optim.scheduled import SCHEDULED, ScheduledOption, attach_schedules, value_in
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
-NUMBERS = frozenset({"lr", "betas", "eps", "weight_decay"})
-"""Options that may change between steps without a new plan."""
-
 REMOVED = object()
 """Marks an option that a program has removed from a group, which gets the default again."""
 
@@ -139,7 +136,8 @@ def check_changed(
     found: set[str] = set()
     for record, options in fresh:
         old = dict(zip(algorithm.options, record.seen, strict=False))
-        found |= {name for name in options if name in NUMBERS or name not in old or old[name] != options[name]}
+        numbers = algorithm.kernel_options_type.numbers
+        found |= {name for name in options if name in numbers or name not in old or old[name] != options[name]}
         record.group.update(options)
         record.seen = tuple({**old, **options}.values())
     return frozenset(found)

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from bighorn.kernels import options
 
-VERSION = 1800741328
+VERSION = 3911613219
 """The checksum of the known fields, without option structs, which are generated from the option classes.
 
 A library with other fields would read and write at wrong addresses. Change it with the other structures of abi.h.

@@ -20,8 +20,8 @@ from bighorn.kernels.rounding import AUX_STATE
 BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
 
-SUMS = 2
-"""The sums over each row that the library needs, as LayerSums in csrc/layerwise.h."""
+SUMS = 3
+"""The numbers in LayerSums of csrc/layerwise.h, the sums over each row; the last is for Hyperball alone."""
 
 
 class LayerwiseStepper(Stepper[Options]):
@@ -67,13 +67,14 @@ class LayerwiseStepper(Stepper[Options]):
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        sums = torch.zeros(len(self.rows), SUMS, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
-        self._run(bound, scale, FIRST, sums)
+        count = SUMS if any(getattr(bucket.options, "hyperball", False) for bucket in self.buckets) else SUMS - 1
+        sums = torch.zeros(len(self.rows), count, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
+        self._run(bound, scale, FIRST, sums, count)
         yield sums.view(-1)
-        self._run(bound, scale, SECOND, sums)
+        self._run(bound, scale, SECOND, sums, count)
         loaded().bighorn_advance(bound.counts, bound.counted)
 
-    def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None) -> None:
+    def _run(self, bound: Bound, grad_scale: float, phase: int, sums: Tensor | None, count: int = 0) -> None:
         buffer = SCRATCH.tensor
         with self.lock:
             layer_step(self.buckets[0].options.algorithm)(
@@ -90,4 +91,5 @@ class LayerwiseStepper(Stepper[Options]):
                 buffer.nbytes,
                 phase,
                 None if sums is None else sums.data_ptr(),
+                count,
             )

@@ -193,7 +193,8 @@ def layer_step(algorithm: str) -> Any:
     address, count = ctypes.c_void_p, ctypes.c_int64
     run = ctypes.POINTER(STRUCTURES["RunConfig"])
     tables = [address] * 5
-    function.argtypes = [run, *tables, count, ctypes.c_double, address, address, count, ctypes.c_int, address]
+    scratch, number = (address, address, count), ctypes.c_int
+    function.argtypes = [run, *tables, count, ctypes.c_double, *scratch, number, address, number]
     return function
 
 

@@ -72,6 +72,7 @@ typedef double *RoundSums[3];
     FIELD(S, int64_t, inner)            \
     FIELD(S, const float *, step)       \
     FIELD(S, float *, metrics)          \
+    FIELD(S, float *, radius)           \
     FIELD(S, int32_t, state_type)       \
     FIELD(S, int32_t, options)
 

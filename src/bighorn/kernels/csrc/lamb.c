@@ -20,6 +20,16 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
     return ratio < low ? low : ratio > high ? high : ratio;
 }
 
+/* The step on the ball of a tensor's first norm, as in reference/lamb.py: returns the ratio, and the factor of x. */
+static double ball_step(double radius, double lr, LayerSums total, double *factor) {
+    const double update_norm = sqrt(total.update), p = lr * radius / update_norm;
+    const double square = total.weight - 2 * p * total.inner + p * p * total.update,
+                 norm = sqrt(square < 0 ? 0 : square);
+    if (total.update == 0 || norm == 0) return 0; /* x stays */
+    *factor = radius / norm;                      /* LAMB-ball */
+    return *factor * radius / update_norm;
+}
+
 /* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v
  * being divided by it. */
 static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double grad_scale) {
@@ -47,6 +57,15 @@ static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double 
     };
 }
 
+/* Returns the norm that a tensor keeps, its first one; one thread stores it, while others may read it. */
+static float radius_of(const LayerRow *row, float weight_norm, bool stores) {
+    float radius;
+    __atomic_load(row->radius, &radius, __ATOMIC_RELAXED);
+    if (radius != 0) return radius;
+    if (stores) __atomic_store(row->radius, &weight_norm, __ATOMIC_RELAXED);
+    return weight_norm;
+}
+
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
 static LayerInfo prepare(const LayerRows *s, int64_t row, void *locals) {
@@ -60,14 +79,23 @@ static LayerInfo prepare(const LayerRows *s, int64_t row, void *locals) {
 
 static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {
     const LambLocals *l = locals;
-    return options_of(s, b->row)->adapt ? l->loops->moments(b, &l->factors, update)
-                                        : l->loops->moments_and_apply(b, &l->factors, l->factors.lr);
+    const LambOptions *o = options_of(s, b->row);
+    if (o->hyperball) return l->loops->moments_on_ball(b, &l->factors, update);
+    return o->adapt ? l->loops->moments(b, &l->factors, update)
+                    : l->loops->moments_and_apply(b, &l->factors, l->factors.lr);
 }
 
 static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms) {
     LambLocals *l = locals;
+    const LambOptions *o = options_of(s, &s->rows[row]);
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
-    const double ratio = trust_ratio(options_of(s, &s->rows[row]), weight_norm, update_norm);
+    double ratio;
+    if (o->hyperball) {
+        const float radius = radius_of(&s->rows[row], (float)weight_norm, writes_norms);
+        ratio = ball_step(radius, l->factors.lr, total, &l->factors.decay);
+    } else {
+        ratio = trust_ratio(o, weight_norm, update_norm);
+    }
     float *norms = s->rows[row].metrics;
     if (writes_norms) norms[0] = (float)weight_norm, norms[1] = (float)update_norm, norms[2] = (float)ratio;
     return ratio;

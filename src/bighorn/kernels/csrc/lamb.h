@@ -24,6 +24,8 @@ static inline int all_in_bfloat16(const LayerChunk *b) {
 typedef struct {
     /* Updates the moments and computes u, which is stored unless `update` is NULL. */
     LayerSums (*moments)(const LayerChunk *chunk, const LambFactors *factors, void *update);
+    /* The same, for a step that needs the inner product of x and u. */
+    LayerSums (*moments_on_ball)(const LayerChunk *chunk, const LambFactors *factors, void *update);
     /* Updates x from the u that is stored; if `update` is NULL, u is computed again. */
     void (*apply)(const LayerChunk *chunk, const LambFactors *factors, double step, const void *update);
     /* Does both in one pass, for a step whose size is known beforehand. */

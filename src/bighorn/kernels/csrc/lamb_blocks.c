@@ -25,7 +25,7 @@ typedef struct {
 
 /* As LayerSums, one per lane. */
 typedef struct {
-    double weight[LANES], update[LANES];
+    double weight[LANES], update[LANES], inner[LANES];
 } LambLaneSums;
 
 /* The form of the first moment and types are compile-time constants of each function; the second moment is always in
@@ -195,7 +195,7 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
     float *all_u = block->u;
     const int n = block->n;
     LaneWords dither = block_dither(block, f);
-    Lanes weight = {0}, update = {0};
+    Lanes weight = {0}, update = {0}, inner = {0};
     for (int i = 0; i < n; i += LANES) {
         Lanes m = store_powers(form, load(block->m + i), m_scale.factor, dither, m_codes, i);
         Lanes v = load(block->v + i);
@@ -205,8 +205,11 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
         store(all_u + i, u);
         weight = fused(x, x, weight);
         update = fused(u, u, update);
+        inner = fused(x, u, inner);
     }
-    EACH_LANE(lane) { sums->weight[lane] += weight[lane], sums->update[lane] += update[lane]; }
+    EACH_LANE(lane) {
+        sums->weight[lane] += weight[lane], sums->update[lane] += update[lane], sums->inner[lane] += inner[lane];
+    }
 }
 
 /* Stores the moments and computes u. */
@@ -277,7 +280,7 @@ static LayerSums careful_sums(const LayerChunk *b, const LambFloats *f) {
         load_block_update(&block, f, FLOAT32);
         for (int i = 0; i < block.n; i++) {
             const double x = ((const float *)block.x)[i], u = block.u[i];
-            add_sums(&sums, (LayerSums){x * x, u * u});
+            add_sums(&sums, (LayerSums){x * x, u * u, x * u});
         }
     }
     return sums;
@@ -288,7 +291,7 @@ static LayerSums careful_sums(const LayerChunk *b, const LambFloats *f) {
 static LayerSums step_block(const LayerChunk *b, const LambFloats *f, const float *step, float *update) {
     const int type = type_of(b, f);
     const int64_t inner = b->row->inner, end = b->start + b->size;
-    LambLaneSums lane_sums = {{0}, {0}};
+    LambLaneSums lane_sums = {{0}, {0}, {0}};
     LambQuantBlock blocks[2];
     for (CodecPart part = first_codec_part(inner, b->start, end); part.size > 0;) {
         int count = 0;
@@ -306,7 +309,7 @@ static LayerSums step_block(const LayerChunk *b, const LambFloats *f, const floa
         }
     }
     LayerSums sums = {0};
-    EACH_LANE(lane) add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane]});
+    EACH_LANE(lane) add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane], lane_sums.inner[lane]});
     return step || (in_range(sums.weight) && in_range(sums.update)) ? sums : careful_sums(b, f);
 }
 
@@ -335,6 +338,7 @@ static void apply(const LayerChunk *b, const LambFactors *factors, double step, 
 
 const LambLoops PER_ISA(lamb_blocks) = {
     .moments = moments,
+    .moments_on_ball = moments, /* which adds up the inner product in any case */
     .apply = apply,
     .moments_and_apply = moments_and_apply,
 };

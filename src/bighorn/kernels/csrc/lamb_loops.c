@@ -5,8 +5,12 @@
 #define EACH(factor) (factor)
 #include "lamb_rule.h"
 
-/* The use of u: none but its square, or it is stored, or it is applied. */
-enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY };
+/* The use of u: none but its square, or it is stored, or it is applied; on a ball, its product with x as well. */
+enum LambUpdateUse { UPDATE_FORGET, UPDATE_KEEP, UPDATE_APPLY, UPDATE_FORGET_ON_BALL, UPDATE_KEEP_ON_BALL };
+
+FORCE_INLINE_TEMPLATE int keeps(const enum LambUpdateUse after) {
+    return after == UPDATE_KEEP || after == UPDATE_KEEP_ON_BALL;
+}
 
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or with float32 masters. The loop for
  * masters adds up squares in another order than the loop for float32 gradients, so it is used only if x does not
@@ -39,68 +43,11 @@ FORCE_INLINE_TEMPLATE float step_one(const LambFloats f, const int g_type, const
     return update_of(f, x, *m, sqrtf(*v), 1);
 }
 
-/* One loop per combination of the compile-time constants: types, and the use of u. */
-FORCE_INLINE_TEMPLATE LayerSums step_loop(const LambFloats f, const enum LambUpdateUse after, const int x_type,
-                                          const int g_type, const int state_type, float step, int n,
-                                          const void *restrict g, void *restrict m, void *restrict v, void *restrict x,
-                                          float *restrict stored) {
-    LayerSums sums = {0};
-    for (int start = 0, end; start < n; start = end) {
-        float weight = 0, update = 0;
-        end = n - start < FLOAT_SUM_ELEMS ? n : start + FLOAT_SUM_ELEMS;
-#pragma omp simd reduction(+ : weight, update)
-        for (int i = start; i < end; i++) {
-            float old_x = load_element(x_type, x, i), new_m = load_element(state_type, m, i),
-                  new_v = load_element(state_type, v, i);
-            float new_u = step_one(f, g_type, state_type, load_element(g_type, g, i), old_x, &new_m, &new_v);
-            store_element(state_type, m, i, new_m);
-            store_element(state_type, v, i, new_v);
-            weight = FMA(old_x, old_x, weight);
-            update = FMA(new_u, new_u, update);
-            if (after == UPDATE_KEEP) stored[i] = new_u;
-            if (after == UPDATE_APPLY)
-                store_element(x_type, x, i, rounded(x_type, state_type, moved(f, step, old_x, new_u)));
-        }
-        add_sums(&sums, (LayerSums){weight, update});
-    }
-    return sums;
-}
-
-/* The same for pairs of bfloat16, n / 2 of them. In `stored`, the first elements of all pairs come before the
- * second ones. */
-FORCE_INLINE_TEMPLATE LayerSums step_pairs(const LambFloats f, const enum LambUpdateUse after, const int g_type,
-                                           float step, int n, const void *restrict g, Bfloat16Pair *restrict m,
-                                           Bfloat16Pair *restrict v, Bfloat16Pair *restrict x, float *restrict stored) {
-    const int half = n / 2;
-    LayerSums sums = {0};
-    for (int start = 0, end; start < half; start = end) {
-        float weight = 0, update = 0;
-        end = half - start < FLOAT_SUM_ELEMS / 2 ? half : start + FLOAT_SUM_ELEMS / 2;
-#pragma omp simd reduction(+ : weight, update)
-        for (int i = start; i < end; i++) {
-            float g1 = g_type == FLOAT32 ? ((const float *)g)[2 * i] : low(((const Bfloat16Pair *)g)[i]);
-            float g2 = g_type == FLOAT32 ? ((const float *)g)[2 * i + 1] : high(((const Bfloat16Pair *)g)[i]);
-            float x1 = low(x[i]), m1 = low(m[i]), v1 = low(v[i]);
-            float x2 = high(x[i]), m2 = high(m[i]), v2 = high(v[i]);
-            float u1 = step_one(f, g_type, BFLOAT16, g1, x1, &m1, &v1);
-            float u2 = step_one(f, g_type, BFLOAT16, g2, x2, &m2, &v2);
-            m[i] = pair_of(m1, m2);
-            v[i] = pair_of(v1, v2);
-            weight = FMA(x1, x1, FMA(x2, x2, weight));
-            update = FMA(u1, u1, FMA(u2, u2, update));
-            if (after == UPDATE_KEEP) stored[i] = u1, stored[half + i] = u2;
-            if (after == UPDATE_APPLY)
-                x[i] = pair_of(round_bfloat16(moved(f, step, x1, u1), 0), round_bfloat16(moved(f, step, x2, u2), 0));
-        }
-        add_sums(&sums, (LayerSums){weight, update});
-    }
-    if (n % 2) {
-        LayerSums last = step_loop(f, after, BFLOAT16, g_type, BFLOAT16, step, 1, at((void *)g, g_type, n - 1),
-                                   m + half, v + half, x + half, stored + n - 1);
-        add_sums(&sums, last);
-    }
-    return sums;
-}
+#define STEP_ON_BALL 0
+#include "lamb_step.h"
+#undef STEP_ON_BALL
+#define STEP_ON_BALL 1
+#include "lamb_step.h"
 
 /* Computes the sums of a piece again in double, if squares leave the range of float32. */
 static LayerSums careful_sums(const LambFloats f, const LayerPiece *p) {
@@ -108,14 +55,19 @@ static LayerSums careful_sums(const LambFloats f, const LayerPiece *p) {
     for (int i = 0; i < p->n; i++) {
         const float x = load_element(p->x_type, p->x, i), m = load_element(p->state_type, p->m, i);
         const double u = update_of(f, x, m, sqrtf(load_element(p->state_type, p->v, i)), 1);
-        add_sums(&sums, (LayerSums){(double)x * x, u * u});
+        add_sums(&sums, (LayerSums){(double)x * x, u * u, x * u});
     }
     return sums;
 }
 
-#define STEP_LOOP(x_type, g_type, state_type) \
-    step_loop(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored)
-#define STEP_PAIRS(g_type) step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored)
+#define STEP_LOOP(x_type, g_type, state_type)                                                                \
+    (after == UPDATE_KEEP_ON_BALL || after == UPDATE_FORGET_ON_BALL                                          \
+         ? step_loop_on_ball(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored) \
+         : step_loop(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored))
+#define STEP_PAIRS(g_type)                                                                \
+    (after == UPDATE_KEEP_ON_BALL || after == UPDATE_FORGET_ON_BALL                       \
+         ? step_pairs_on_ball(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored) \
+         : step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored))
 
 FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambFloats *f, const enum LambUpdateUse after,
                                            float step, float *stored) {
@@ -144,7 +96,7 @@ FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambFloats
     LayerSums sums = {0};
     LayerBuffers buffers;
     EACH_PIECE(p, b, piece_of(b, f, after), &buffers) {
-        float *stored = after == UPDATE_KEEP ? update + (p.start - b->start) : NULL;
+        float *stored = keeps(after) ? update + (p.start - b->start) : NULL;
         add_sums(&sums, step_piece(&p, f, after, step, stored));
     }
     return sums;
@@ -153,6 +105,12 @@ FORCE_INLINE_TEMPLATE LayerSums step_chunk(const LayerChunk *b, const LambFloats
 static LayerSums moments(const LayerChunk *b, const LambFactors *factors, void *update) {
     const LambFloats f = floats_of(factors);
     return update ? step_chunk(b, &f, UPDATE_KEEP, 0, update) : step_chunk(b, &f, UPDATE_FORGET, 0, NULL);
+}
+
+static LayerSums moments_on_ball(const LayerChunk *b, const LambFactors *factors, void *update) {
+    const LambFloats f = floats_of(factors);
+    return update ? step_chunk(b, &f, UPDATE_KEEP_ON_BALL, 0, update)
+                  : step_chunk(b, &f, UPDATE_FORGET_ON_BALL, 0, NULL);
 }
 
 static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *factors, double step) {
@@ -211,6 +169,7 @@ static void apply(const LayerChunk *b, const LambFactors *factors, double step, 
 
 const LambLoops PER_ISA(lamb_loops) = {
     .moments = moments,
+    .moments_on_ball = moments_on_ball,
     .apply = apply,
     .moments_and_apply = moments_and_apply,
 };

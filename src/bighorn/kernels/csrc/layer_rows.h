@@ -80,9 +80,9 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
  * passes `second`.
  *
  * The function makes one step of the `count` rows in `order`, the largest first, without counting it, or one phase of
- * it. If rows are shards, `sums`, one per row, are added up over all ranks between the two phases. `partial` has two
- * entries per chunk of the largest number of chunks in any row; the scratch may have any size. The function allocates
- * no memory, so it cannot fail. */
+ * it. If rows are shards, `sums`, two or three per row (LayerSums), are added up over all ranks between the two phases.
+ * `partial` has two entries per chunk of the largest number of chunks in any row; the scratch may have any size. The
+ * function allocates no memory, so it cannot fail. */
 #define LAYER_STEP(function, Options, second)                                                                        \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
         static const LayerwiseRule rule = {prepare, layer_chunk, first, ratio, second};                              \
@@ -95,7 +95,7 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
     EXPORT void function(const RunConfig *run, const Options *options, const LayerRow *rows,                         \
                          const Gradient *gradients, void *const *grads, const int64_t *order, int64_t count,         \
                          double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,     \
-                         LayerSums *sums) {                                                                          \
+                         double *sums, int sums_per_row) {                                                           \
         const LayerRows own = {                                                                                      \
             run->isa, options, rows, gradients, grads, grad_scale,                                                   \
         };                                                                                                           \
@@ -104,6 +104,7 @@ int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, co
             .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS}, \
             .phase = phase,                                                                                          \
             .sums = sums,                                                                                            \
+            .sums_per_row = sums_per_row,                                                                            \
             .scratch = scratch,                                                                                      \
             .scratch_bytes = scratch_bytes,                                                                          \
             .partial = {partial, partial + bighorn_layer_chunks(rows, gradients, order, count)},                     \

@@ -20,13 +20,13 @@ typedef struct {
     int64_t start, size;
 } LayerChunk;
 
-/* Sums of squares of the weights and of the update. */
+/* Sums of squares of the weights and of the update, and their inner product if the optimizer needs it. */
 typedef struct {
-    double weight, update;
+    double weight, update, inner;
 } LayerSums;
 
 static inline void add_sums(LayerSums *total, LayerSums sums) {
-    total->weight += sums.weight, total->update += sums.update;
+    total->weight += sums.weight, total->update += sums.update, total->inner += sums.inner;
 }
 
 /* The bytes of a thread for values that are computed once per row, before the loops. */
@@ -65,9 +65,10 @@ typedef struct {
 typedef struct {
     const LayerRows *rows; /* the first argument of the rule's functions */
     RowQueue queue;
-    int phase;       /* LayerwisePhase */
-    LayerSums *sums; /* one per row, kept between two calls that run one phase each; else NULL */
-    char *scratch;   /* stored updates; the team divides it evenly */
+    int phase;    /* LayerwisePhase */
+    double *sums; /* `sums_per_row` of each row, kept between two calls that run one phase each; else NULL */
+    int sums_per_row;
+    char *scratch; /* stored updates; the team divides it evenly */
     int64_t scratch_bytes;
     LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
     RunBarrier barrier;
@@ -142,10 +143,12 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
         .team = share->team,
     };
     slice.stored = slice.last - slice.first < room ? slice.first : slice.last - room;
-    const LayerSums total =
-        s->phase == PHASE_SECOND ? s->sums[row] : layerwise_first_phase(rule, s, &slice, info, locals);
+    double *sums = s->sums ? s->sums + row * s->sums_per_row : NULL;
+    const LayerSums total = s->phase == PHASE_SECOND ? (LayerSums){sums[0], sums[1], s->sums_per_row > 2 ? sums[2] : 0}
+                                                     : layerwise_first_phase(rule, s, &slice, info, locals);
     if (s->phase == PHASE_FIRST) {
-        if (leads) s->sums[row] = total;
+        if (leads) sums[0] = total.weight, sums[1] = total.update;
+        if (leads && s->sums_per_row > 2) sums[2] = total.inner;
         return;
     }
     const double ratio = rule.ratio(s->rows, row, locals, total, leads);

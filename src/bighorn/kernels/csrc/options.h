@@ -36,6 +36,7 @@ enum { DENOMINATOR_SUM, DENOMINATOR_JOINT };
     FIELD(S, int32_t, grad_averaging)  \
     FIELD(S, int32_t, decay_mode)      \
     FIELD(S, int32_t, adapt)           \
+    FIELD(S, int32_t, hyperball)       \
     FIELD(S, Pair, weight_norm_bounds) \
     FIELD(S, Pair, trust_ratio_bounds) \
     FIELD(S, int32_t, second_moment)

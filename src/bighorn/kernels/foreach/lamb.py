@@ -14,8 +14,8 @@ from torch import Tensor
 from bighorn.kernels.foreach.lists import Group, ListStepper, chosen
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.reference import lamb as reference
-from bighorn.kernels.reference.lamb import bias_corrections, trust_ratio
-from bighorn.square_sums import root, square_sums
+from bighorn.kernels.reference.lamb import ball_step, bias_corrections, trust_ratio
+from bighorn.square_sums import inner, product_sums, root, square_sums
 
 
 class LambGroup(Group[LambOptions]):
@@ -31,21 +31,28 @@ class LambGroup(Group[LambOptions]):
         if o.decay_mode == "ratio":
             torch._foreach_add_(u, x, alpha=o.weight_decay)  # LAMB-u
         sums = square_sums([*x, *u], self.device)
+        if o.hyperball:
+            sums = torch.cat([sums, product_sums(x, u, self.device)])
         yield sums.view(-1)
 
-        weight_norm, update_norm = root(sums).chunk(2)
+        weight_norm, update_norm = root(sums[: 2 * len(x)]).chunk(2)
         if o.decay_mode == "decoupled":
             decay = 1 - o.lr * o.weight_decay
             weight_norm = weight_norm * (abs(decay) if isinstance(decay, float) else decay.abs())
             torch._foreach_mul_(x, self.unless(apply_mask, decay, 1.0))
-        if o.adapt:
+        if o.adapt and not o.hyperball:
             q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)  # LAMB-q
         else:
             q = torch.ones_like(weight_norm)
+        lr = o.lr * corrections[2]
+        if o.hyperball:
+            old = torch.stack(self.state["radius"])
+            radius = torch.where(old == 0, weight_norm.to(old.dtype), old)
+            a, q = ball_step(radius, lr, weight_norm, update_norm, inner(sums[2 * len(x) :]))
+            torch._foreach_mul_(x, self.each(chosen(apply_mask, a, 1.0)))  # LAMB-ball
+            torch._foreach_copy_(self.state["radius"], list(chosen(apply_mask, radius, old).unbind()))
         self.write_metrics([weight_norm, update_norm, q], apply_mask)
-        step = q * o.lr
-        if isinstance(corrections[2], Tensor):
-            step = step * corrections[2]
+        step = q * lr
         torch._foreach_addcmul_(x, u, self.each(chosen(apply_mask, step, 0.0)), value=-1)  # LAMB-x
         del u
         self.store_weights(x, t, apply_mask)

@@ -55,8 +55,8 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
     o, x = bucket.options, bucket.params[0]
     if o.int4:
         return 26
-    if x.itemsize >= 4 and (o.first_moment is None or bucket.state[o.first_moment][0].itemsize >= 4):
-        return x.itemsize * (2 if getattr(o, "cautious", False) else 1)
+    if x.itemsize >= 4 and all(tensors[0].itemsize >= 4 for tensors in bucket.state.values()):
+        return x.itemsize * (2 if getattr(o, "cautious", False) or getattr(o, "hyperball", False) else 1)
     if o.weight_rounding == "kahan8":
         return 26
     if x.itemsize >= 4 and not o.blocks and getattr(o, "second_moment", None) != "amsgrad":

@@ -14,7 +14,7 @@ from bighorn.kernels.bucket import Shard
 from bighorn.kernels.codec import Dither, dequantize, quantize
 from bighorn.kernels.options import Bounds, LambOptions
 from bighorn.kernels.reference.stepper import Rule, Stepper
-from bighorn.square_sums import root, square_sum
+from bighorn.square_sums import inner, product_sums, root, square_sum
 
 
 def lamb(
@@ -51,8 +51,14 @@ def lamb(
         x = x * (1 - o.lr * o.weight_decay)
     u = r + o.weight_decay * x if o.decay_mode == "ratio" else r  # LAMB-u
 
-    weight_sum, update_sum = yield [square_sum(x), square_sum(u)]
+    products = [product_sums([x], [u], x.device)] if o.hyperball else []
+    weight_sum, update_sum, *products = yield [square_sum(x), square_sum(u), *products]
     weight_norm, update_norm = root(weight_sum), root(update_sum)
+    if o.hyperball:
+        radius = torch.where(state["radius"] == 0, weight_norm.to(state["radius"].dtype), state["radius"])
+        a, q = ball_step(radius, o.lr * lr_correction, weight_norm, update_norm, inner(products[0]).squeeze())
+        x = a.to(dtype) * x - (o.lr * lr_correction * q).to(dtype) * u  # LAMB-ball
+        return x, new_state | {"radius": radius}, torch.stack([weight_norm, update_norm, q])
     q = torch.ones_like(weight_norm)
     if o.adapt:
         q = trust_ratio(weight_norm, update_norm, o.weight_norm_bounds, o.trust_ratio_bounds)
@@ -83,6 +89,35 @@ def trust_ratio(
     if trust_ratio_bounds is not None:
         q = q.clamp(*trust_ratio_bounds)
     return q.masked_fill((weight_norm == 0) | (update_norm == 0), 1.0)
+
+
+def ball_step(
+    radius: Tensor, lr: float | Tensor, weight_norm: Tensor, update_norm: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return a and q of x <- a x - lr q u, the step of Hyperball, which ends where ||x|| is R again.
+
+    x <- R y / ||y|| with y = x - lr R u / ||u||, whose norm follows from ||x||, ||u|| and <x, u>. x stays where ||u||
+    or ||y|| is 0. Wen et al., "Hyperball Optimization", arXiv:2606.16899v1.
+
+    Args:
+        radius: R, any shape.
+        lr: The learning rate.
+        weight_norm: ||x||, the same shape.
+        update_norm: ||u||, likewise.
+        inner: <x, u>, likewise.
+
+    Example:
+        >>> x, u = torch.tensor([3.0, 4.0]), torch.tensor([4.0, -3.0])  # which are orthogonal
+        >>> a, q = ball_step(x.norm(), 0.1, x.norm(), u.norm(), x @ u)
+        >>> (a * x - 0.1 * q * u).norm()
+        tensor(5.)
+    """
+    radius = radius.to(weight_norm.dtype)
+    p = lr * radius / update_norm
+    norm = (weight_norm**2 - 2 * p * inner + (lr * radius) ** 2).clamp(min=0).sqrt()
+    stays = (update_norm == 0) | (norm == 0)
+    a = (radius / norm).masked_fill(stays, 1.0)
+    return a, (a * radius / update_norm).masked_fill(stays, 0.0)
 
 
 def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor | float]:

@@ -156,4 +156,5 @@ class Row:
             new = {**new_state, **store_weight(value, self.x.dtype, self.rounding, self.bits)}
             write(self.metrics, metrics, self.apply_mask)
             for name, tensor in {"x": self.x, **self.state}.items():
-                write(tensor, new[name], self.apply_mask)
+                if name in new:  # a rule may leave a state tensor as it is
+                    write(tensor, new[name], self.apply_mask)

@@ -36,14 +36,14 @@ class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
         return {
             **constants,
             "V": TYPES[torch.uint8 if m == torch.int8 else m],
-            "DECAY_MODE": options.decay_mode,
+            "DECAY_MODE": "ball" if options.hyperball else options.decay_mode,
         }
 
 
 class Lamb(LayerwiseStepper[LambOptions]):
     """LAMB for some buckets on one device."""
 
-    layout_options = ("rounding_seed", "adapt")  # weight decay can switch the trust ratio on and off
+    layout_options = ("rounding_seed", "adapt", "hyperball")  # weight decay can switch the trust ratio on and off
 
     group = LambLaunchGroup
 
@@ -52,4 +52,4 @@ class Lamb(LayerwiseStepper[LambOptions]):
         """See `Stepper.kind`."""
         del i
         o = bucket.options
-        return o.decay_mode, o.weight_rounding, o.blocks
+        return o.decay_mode, o.hyperball, o.weight_rounding, o.blocks

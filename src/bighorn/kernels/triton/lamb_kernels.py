@@ -24,6 +24,7 @@ class Own(NamedTuple):
     """LAMB's constants."""
 
     DECAY_MODE: Any
+    """As the option; or "ball", on which there is no decay."""
 
 
 @triton.jit
@@ -41,6 +42,7 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, 
     tl.store(factor_ptr + layout.M_FACTOR, tl.where(corrects_lr, 1.0, both))
     tl.store(factor_ptr + layout.ROOT_EPS, tl.where(corrects_lr, eps, eps * root2))
     tl.store(factor_ptr + layout.STRIDE, tl.where(corrects_lr, lr * both, lr))
+    tl.store(factor_ptr + layout.BACK, 1 - lr * tl.load(option_ptr + columns.DECAY))
 
 
 @triton.jit
@@ -54,7 +56,8 @@ def lamb_moments(
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (columns.row.EXP_AVG, layer_layout.row.EXP_AVG_SQ), moments, moment_numbers, True,
-        layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
+        layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE),
+                   3 if DECAY_MODE == "ball" else 2),
     )  # fmt: skip
 
 
@@ -75,7 +78,7 @@ def moment_numbers(option_ptr, factor_ptr):
 def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     """Step a block of the moments, and of x without a trust ratio; add to the sums."""
     of_update, beta1, beta2, beta3, beta4, writes_x = numbers
-    m_factor, root_eps, stride, decay, shrink = of_update
+    m_factor, root_eps, stride, decay, back = of_update
     if mode.OWN.DECAY_MODE == "l2":
         g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     m, v = read_moments(stored, place, VECTOR, mode)
@@ -90,7 +93,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     else:
         m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
     if mode.OWN.DECAY_MODE == "decoupled":
-        x *= shrink
+        x *= back
     u = ratio(m, v, m_factor, root_eps, mode)
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
@@ -98,17 +101,20 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
         u = tl.where(place.where[1], u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
     if writes_x:
         _stored = layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
-    return layer.with_squares(sums, x, u)
+    return layer.with_products(sums, x, u) if mode.OWN.DECAY_MODE == "ball" else layer.with_squares(sums, x, u)
 
 
 @triton.jit
 def lamb_norms(
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
-    PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
+    DECAY_MODE: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's norms and trust ratio, and count its step."""
     tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
-    layer.run_tensor(tables, ratio_of, PER_CHUNK)
+    if DECAY_MODE == "ball":
+        layer.run_tensor(tables, ball_step, PER_CHUNK, True)
+    else:
+        layer.run_tensor(tables, ratio_of, PER_CHUNK)
 
 
 @triton.jit
@@ -123,6 +129,24 @@ def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
     one = (weight_norm == 0) | (update_norm == 0) | (tl.load(option_ptr + layout.option.ADAPTS) == 0)
     q = tl.where(one, 1.0, q)
     tl.store(factor_ptr + layout.STRIDE, tl.load(factor_ptr + layout.STRIDE) * q)
+    return update_norm, q
+
+
+@triton.jit
+def ball_step(weight_norm, update_norm, inner, row_ptr, _option_ptr, factor_ptr):
+    """Return the norm of u, and q, which joins the stride, as `ball_step` of the reference; store the factor of x."""
+    radius_ptr = tl.load(row_ptr + layer_layout.row.RADIUS).to(tl.pointer_type(tl.float32))
+    radius = tl.load(radius_ptr)
+    radius = tl.where(radius == 0, weight_norm.to(tl.float32), radius)
+    tl.store(radius_ptr, radius)
+    radius, stride = radius.to(tl.float64), tl.load(factor_ptr + layout.STRIDE)
+    square = weight_norm * weight_norm - 2 * stride * radius / update_norm * inner + stride * stride * radius * radius
+    norm = tl.sqrt(tl.where(square < 0, 0.0, square))
+    stays = (update_norm == 0) | (norm == 0)
+    back = tl.where(stays, 1.0, radius / norm)
+    q = tl.where(stays, 0.0, back * radius / update_norm)  # LAMB-ball
+    tl.store(factor_ptr + layout.BACK, back)
+    tl.store(factor_ptr + layout.STRIDE, stride * q)
     return update_norm, q
 
 
@@ -147,10 +171,10 @@ def lamb_apply(
 @triton.jit
 def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
     """Step a block of x."""
-    m_factor, root_eps, stride, decay, shrink = numbers
+    m_factor, root_eps, stride, decay, back = numbers
     m, v = read_moments(stored, place, VECTOR, mode)
-    if mode.OWN.DECAY_MODE == "decoupled":
-        x *= shrink
+    if mode.OWN.DECAY_MODE == "decoupled" or mode.OWN.DECAY_MODE == "ball":
+        x *= back
     u = ratio(m, v, m_factor, root_eps, mode)
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
@@ -162,13 +186,13 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
 
 @triton.jit
 def update_numbers(option_ptr, factor_ptr):
-    """Return the tensor's factors, its decay, and the factor of x in decoupled decay."""
+    """Return the tensor's factors of u, its decay, and the factor of x in decoupled decay and on the ball."""
     return (
         common.number(factor_ptr + layout.M_FACTOR),
         common.number(factor_ptr + layout.ROOT_EPS),
         common.number(factor_ptr + layout.STRIDE),
         common.number(option_ptr + columns.DECAY),
-        (1 - tl.load(option_ptr + columns.LR) * tl.load(option_ptr + columns.DECAY)).to(tl.float32),
+        common.number(factor_ptr + layout.BACK),
     )
 
 

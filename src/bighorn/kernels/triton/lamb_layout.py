@@ -23,4 +23,5 @@ option: Any = columns.OptionColumns(
 )
 
 # Factors: r = M_FACTOR * m / (sqrt(v) + ROOT_EPS), and STRIDE multiplies u: lr, its correction, then the trust ratio.
-M_FACTOR, ROOT_EPS, STRIDE = columns.numbered(3, layer.STEP_NUMBER + 1)
+# BACK multiplies x in decoupled decay, and on the ball of Hyperball.
+M_FACTOR, ROOT_EPS, STRIDE, BACK = columns.numbered(4, layer.STEP_NUMBER + 1)

@@ -37,6 +37,8 @@ class Mode(NamedTuple):
     BLOCK: Any
     OWN: Any = tl.constexpr(0)
     """The algorithm's."""
+    SUMS: Any = tl.constexpr(2)
+    """The sums of a chunk: of the squares of x and u, and of x u."""
 
 
 class Place(NamedTuple):
@@ -99,7 +101,7 @@ def run_chunk(
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
         near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
     far = run_blocks(pointers, numbers, positions, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
-    for column in tl.static_range(layout.SUMS if FIRST_PASS else 0):
+    for column in tl.static_range(mode.SUMS if FIRST_PASS else 0):
         tl.store(sums_ptr + chunk * layout.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
 
 
@@ -111,7 +113,7 @@ def run_blocks(
     """Apply a rule to elements `first` to `stop` of a chunk; return its sums, one of each per lane."""
     AT_ONCE: tl.constexpr = mode.BLOCK // FEWER if VECTOR == 1 else mode.BLOCK
     zeros = tl.zeros((common.LANES,), tl.float64)
-    sums = zeros, zeros
+    sums = (zeros, zeros, zeros) if mode.SUMS == 3 else (zeros, zeros)
     for i in range(first, stop, AT_ONCE):
         where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, mode.M_FORM, AT_ONCE)
         x = weights.read_weight(pointers[0], where[0], where[1], mode.ROUNDING, VECTOR)
@@ -142,6 +144,13 @@ def with_squares(sums, x, u):
     """Return the sums with the squares of a block of x and of u."""
     x, u = x.to(tl.float64), u.to(tl.float64)
     return sums[0] + common.folded(x * x), sums[1] + common.folded(u * u)
+
+
+@triton.jit
+def with_products(sums, x, u):
+    """Return the sums with the squares of a block of x and of u, and with their products."""
+    weight, update = with_squares(sums, x, u)
+    return weight, update, sums[2] + common.folded(x.to(tl.float64) * u.to(tl.float64))
 
 
 @triton.jit
@@ -179,8 +188,11 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
-    """Store a tensor's norms and trust ratio, which RATIO returns from the norms of x and u, and count its step."""
+def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr, INNER: tl.constexpr = False):
+    """Store a tensor's norms and trust ratio, which RATIO returns from the norms of x and u, and count its step.
+
+    With INNER, it takes <x, u>, and the tensor's row, as well.
+    """
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
@@ -189,7 +201,11 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr):
     factor_ptr = factors_ptr + index * layout.FACTOR
     weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK))
     update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK))
-    update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
+    if INNER:
+        inner = tensor_total(totals_ptr + 2, row_ptr, index, PER_CHUNK)
+        update_norm, q = RATIO(weight_norm, update_norm, inner, row_ptr, option_ptr, factor_ptr)
+    else:
+        update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
     metrics = tl.load(row_ptr + columns.row.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(metrics, weight_norm.to(tl.float32))
     tl.store(metrics + 1, update_norm.to(tl.float32))

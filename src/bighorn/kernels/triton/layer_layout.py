@@ -6,13 +6,13 @@ import triton.language as tl
 
 from bighorn.kernels.triton import columns
 
-ADDRESSES = {name.upper(): name for name in ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")}
+ADDRESSES = {name.upper(): name for name in ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "radius")}
 """The columns of addresses of state tensors, or 0; scales exist if moments are in blocks."""
 
 row: Any = columns.RowColumns(*ADDRESSES, after=columns.row.names)
 
-SUMS = tl.constexpr(2)  # of each chunk: of the squares of x and u
+SUMS = tl.constexpr(3)  # of each chunk: of the squares of x and u, and of x u if the mode has an inner product
 
 # The table of factors: float64, one row per tensor; the columns after this belong to the algorithm.
 STEP_NUMBER = tl.constexpr(0)  # from 1, for the second pass
-FACTOR = tl.constexpr(4)
+FACTOR = tl.constexpr(5)

@@ -36,7 +36,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         super().__init__(buckets, indices, dtypes, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
         self.width, rows, chunks = layer_layout.SUMS.value, len(self.indices), self.program_to_row.numel()
-        self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
+        self.totals = self.sums = torch.zeros(self.width * chunks, dtype=torch.float64, device=self.device)
         self.factors = torch.empty(layer_layout.FACTOR.value * rows, dtype=torch.float64, device=self.device)
         self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES
 

@@ -114,7 +114,7 @@ REFUSED: dict[Any, list[Refusal]] = {
         ({"reduced_precision_dtype": "fp16"}, TypeError, "^reduced_precision_dtype must"),
     ],
     timm.Lamb: [
-        ({"corrected_weight_decay": True}, ValueError, "pass a schedule as weight_decay"),
+        ({"corrected_weight_decay": 2}, TypeError, "^corrected_weight_decay must be"),
         ({"trust_clip": 2}, TypeError, "^trust_clip must be"),
         ({"caution": 2}, TypeError, "^caution must be"),
         ({"decoupled_decay": 2}, TypeError, "^decoupled_decay must be"),

@@ -389,11 +389,6 @@ PEERS: dict[str, Callable[..., Any]] = {
         ("CAME", {"fixed_decay": True}, "fixed_decay=True, which is not known: give weight_decay a schedule"),
         ("Lamb", {"rectify": True}, "rectify=True, which is not known"),
         ("Lamb", {"fixed_decay": True}, "fixed_decay=True, which is not known"),
-        (
-            "timm",
-            {"corrected_weight_decay": True},
-            "corrected_weight_decay=True, which is not known: give weight_decay",
-        ),
     ],
 )
 def test_options_without_a_counterpart_are_refused(peer: str, options: Any, message: str) -> None:

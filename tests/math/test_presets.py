@@ -154,6 +154,16 @@ LAMB = Table(
         Proof("lambc", package("timm", "Lamb", trust_clip=True), groups=BARE_GROUPS),
         Proof("lambw", formula(lamb.timm, decoupled_decay=True), groups=BARE_GROUPS),
         Proof("lambw", package("timm", "Lamb", decoupled_decay=True), groups=BARE_GROUPS),
+        Proof(
+            "lambw", formula(lamb.timm, decoupled_decay=True, max_lr=0.3), {"corrected_weight_decay": 0.3}, BARE_GROUPS
+        ),
+        Proof(
+            "lambw",
+            package("timm", "Lamb", decoupled_decay=True, corrected_weight_decay=True),
+            {"corrected_weight_decay": 0.1},
+            groups=BARE_GROUPS,
+        ),
+        Proof("adamh", formula(lamb.adamh), {"exclude_from_layer_adaptation": ["zero", "nothing"]}),
         Proof("keras", KERAS_LAMB, DECAY),
         Proof("torch_npu", formula(lamb.torch_npu), DECAY),
         Proof("torch_npu", formula(lamb.torch_npu, adam=True), {**DECAY, "adam": True}),

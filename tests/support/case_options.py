@@ -46,6 +46,7 @@ LAMB_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "adam-v3": {"adam": True, "bias_correction": False},
     "decoupled": {"decay_mode": "decoupled"},
     "decoupled-correction-in-lr": {"decay_mode": "decoupled", "bias_correction": "lr"},
+    "decoupled-corrected": {"decay_mode": "decoupled", "corrected_weight_decay": 0.25},
     "l2": {"decay_mode": "l2"},
     "l2-correction-in-lr": {"decay_mode": "l2", "bias_correction": "lr"},
     "weight-norm-paper": {"weight_norm_bounds": (0, 10)},

@@ -115,7 +115,10 @@ FACES: dict[Any, Face] = {
             ({"always_adapt": True}, {"always_adapt": True}),
             ({"caution": True}, {"cautious": True}),
             ({"decoupled_decay": True}, {"decay_mode": "decoupled"}),
-            ({"corrected_weight_decay": False}, {}),
+            (
+                {"lr": 0.2, "decoupled_decay": True, "corrected_weight_decay": True},
+                {"lr": 0.2, "decay_mode": "decoupled", "corrected_weight_decay": 0.2},
+            ),
             ({"foreach": True}, {}),
         ),
         ({"trust_clip": True, "foreach": True}, {"trust_ratio_bounds": (0.0, 1.0)}),

@@ -43,12 +43,12 @@ class Leaf:
     def __post_init__(self) -> None:
         self.m, self.v = [0.0] * len(self.x), [0.0] * len(self.x)
 
-    def adam(self, g: Floats, eps: float, corrected: bool = True) -> Floats:
+    def adam(self, g: Floats, eps: float, corrected: bool = True, beta2: float = BETA2) -> Floats:
         """Advance the averages of the gradient and of its square, and return Adam's update."""
         self.t += 1
         self.m = [BETA1 * m + (1 - BETA1) * a for m, a in zip(self.m, g, strict=True)]
-        self.v = [BETA2 * v + (1 - BETA2) * a * a for v, a in zip(self.v, g, strict=True)]
-        c1, c2 = self.corrections() if corrected else (1.0, 1.0)
+        self.v = [beta2 * v + (1 - beta2) * a * a for v, a in zip(self.v, g, strict=True)]
+        c1, c2 = (1 - BETA1**self.t, 1 - beta2**self.t) if corrected else (1.0, 1.0)
         return [m / c1 / (math.sqrt(v / c2) + eps) for m, v in zip(self.m, self.v, strict=True)]
 
     def corrections(self) -> tuple[float, float]:
@@ -94,13 +94,34 @@ def apex(leaves: Sequence[Leaf], lr: float, use_nvlamb: bool = False) -> None:
         leaf.move(lr * ratio(norm(leaf.x), norm(u)) if use_nvlamb or decay != 0 else lr, u)
 
 
-def timm(leaves: Sequence[Leaf], lr: float, trust_clip: bool = False, decoupled_decay: bool = False) -> None:
+def adamh(leaves: Sequence[Leaf], lr: float) -> None:
+    """marin-community/levanter a4f7721, src/levanter/optim/adamh.py; other parameters take Adam's steps.
+
+    A matrix of zeros becomes NaN there; here it is one of the others, which have the same rate.
+    """
+    for leaf, g in zip(leaves, clipped(leaves), strict=True):
+        u, p_norm = leaf.adam(g, 1e-8, beta2=0.95), norm(leaf.x)
+        if len(leaf.shape) < 2 or p_norm == 0 or leaf.name.startswith(("zero", "nothing")):
+            leaf.move(lr, u)
+            continue
+        leaf.move(lr * p_norm / norm(u), u)
+        new_norm = norm(leaf.x)
+        leaf.x = [x / new_norm * p_norm for x in leaf.x]
+
+
+def timm(
+    leaves: Sequence[Leaf],
+    lr: float,
+    trust_clip: bool = False,
+    decoupled_decay: bool = False,
+    max_lr: float | None = None,
+) -> None:
     """huggingface/pytorch-image-models 1.0.31, timm/optim/lamb.py, `_single_tensor_lamb`."""
     for leaf, g in zip(leaves, clipped(leaves), strict=True):
         u, q = leaf.adam(g, 1e-6), 1.0
         if leaf.decays:
             if decoupled_decay:
-                leaf.move(lr * 0.01, leaf.x)
+                leaf.move((lr if max_lr is None else lr**2 / max_lr) * 0.01, leaf.x)
             else:
                 u = decayed(u, 0.01, leaf.x)
             q = ratio(norm(leaf.x), norm(u))

@@ -33,6 +33,7 @@ class Options:
     bias_correction: bool | Literal["lr"] = True
     grad_averaging: bool = True
     decay_mode: Literal["ratio", "decoupled", "l2"] = "ratio"
+    corrected_weight_decay: float = False
     weight_norm_bounds: Bounds | None = None
     trust_ratio_bounds: Bounds | None = None
     stacked: bool = False
@@ -159,7 +160,8 @@ def _lamb(tensor: Tensor, g: Floats, o: Options) -> list[Ratio | CameFigures]:
     if o.decay_mode == "l2":
         g = [a + o.weight_decay * w for a, w in zip(g, x, strict=True)]
     if o.decay_mode == "decoupled":
-        x[:] = [w * (1 - o.lr * o.weight_decay) for w in x]
+        decay = o.weight_decay * o.lr / o.corrected_weight_decay if o.corrected_weight_decay else o.weight_decay
+        x[:] = [w * (1 - o.lr * decay) for w in x]
 
     b3 = 1 - b1 if o.grad_averaging else 1.0
     tensor.m = [b1 * m + b3 * a for m, a in zip(tensor.m, g, strict=True)]

@@ -31,12 +31,12 @@ class Lamb(bighorn.Lamb):
         always_adapt: Whether parameters without weight decay have a trust ratio, too. Default: False.
         caution: Whether only elements move whose update agrees in sign with the gradient. Default: False.
         decoupled_decay: Whether weights decay by lr * weight_decay, outside of the update. Default: False.
-        corrected_weight_decay: Only False; pass a schedule as `weight_decay` otherwise. Default: False.
+        corrected_weight_decay: Whether decoupled decay is also multiplied by lr / the constructor's lr. Default: False.
         foreach: Any of timm's values; it has no effect. Default: None.
 
     Raises:
         TypeError: A value of a wrong type.
-        ValueError: A value out of range, or `corrected_weight_decay`.
+        ValueError: A value out of range.
 
     Example:
         >>> import torch
@@ -64,10 +64,9 @@ class Lamb(bighorn.Lamb):
         corrected_weight_decay: bool = False,
         foreach: bool | None = None,  # noqa: ARG002 - timm's signature
     ) -> None:
-        if truth("corrected_weight_decay", corrected_weight_decay):
-            raise ValueError(
-                "corrected_weight_decay=True: pass a schedule as weight_decay, its value times lr / the largest lr"
-            )
+        corrected = truth("corrected_weight_decay", corrected_weight_decay) and truth(
+            "decoupled_decay", decoupled_decay
+        )
         super().__init__(
             params,
             lr,
@@ -81,4 +80,5 @@ class Lamb(bighorn.Lamb):
             always_adapt=truth("always_adapt", always_adapt),
             cautious=truth("caution", caution),
             decay_mode="decoupled" if truth("decoupled_decay", decoupled_decay) else "ratio",
+            corrected_weight_decay=corrected,
         )

@@ -79,7 +79,7 @@ class Format:
         for (key, value), remedy in self.refused.items():
             if key in group and (bool(group[key]) if isinstance(value, bool) else group[key]) == value:
                 raise ValueError(f"a checkpoint of {self.name} has {key}={group[key]!r}, which is not known: {remedy}")
-        converted = [self.becomes[key](value) for key, value in group.items() if key in self.becomes]
+        converted = [self.becomes[key](group[key]) for key in self.becomes if key in group]
         joined = {option: tuple(group[key] for key in keys) for option, keys in self.joined.items()}
         return {key: value for options in [*converted, joined, self.adds] for key, value in options.items()}
 
@@ -227,11 +227,10 @@ FORMATS = (
             "trust_clip": lambda on: {"trust_ratio_bounds": (0.0, 1.0) if on else None},
             "caution": lambda on: {"cautious": on},
             "decoupled_decay": lambda on: {"decay_mode": "decoupled" if on else "ratio"},
+            "max_lr_snapshot": lambda largest: {"corrected_weight_decay": largest},
+            "corrected_weight_decay": lambda on: {} if on else {"corrected_weight_decay": False},
         },
-        refused={
-            ("corrected_weight_decay", True): "give weight_decay a schedule that falls as lr does, and load with False"
-        },
-        left_out=("foreach", "max_lr_snapshot"),
+        left_out=("foreach",),
         implied={"adam": (False,), "weight_norm_bounds": (None,), "second_moment": ("adam",), "maximize": (False,)},
     ),
     Format(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from bighorn.arguments import Check, StepFunction, about, flag
+from bighorn.arguments import Check, StepFunction, about, flag, positive
 from bighorn.distributed.sharding import PLAIN
 from bighorn.kernels.options import BiasCorrection, Bounds, DecayMode, LambOptions, SecondMoment
 from bighorn.kernels.rounding import Rounding
@@ -54,6 +54,13 @@ class LambTelemetry(Table):
     skipped: Tensor
 
 
+def largest_lr(name: str, value: object) -> float | bool:
+    """Return False, or the largest learning rate: a number above 0."""
+    if value is True:
+        raise TypeError(f"{name} must be the largest learning rate in a group, not True, which the constructor takes")
+    return False if value is False else positive(name, value)
+
+
 OFF_THE_BALL = {"adam": False, "always_adapt": True, "weight_norm_bounds": None, "trust_ratio_bounds": None}
 """Options of the trust ratio, with the values that Hyperball allows."""
 
@@ -69,10 +76,17 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         "before training"
     )
     kernel_options_type = LambOptions
-    group_options: ClassVar[Mapping[str, Check]] = {**LayerwiseAlgorithm.group_options, "adam": flag, "hyperball": flag}
+    group_options: ClassVar[Mapping[str, Check]] = {
+        **LayerwiseAlgorithm.group_options,
+        "adam": flag,
+        "hyperball": flag,
+        "corrected_weight_decay": largest_lr,
+    }
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized, or None; amsgrad and adagrad do not fit all state dtypes."""
+        if group["corrected_weight_decay"] and group["decay_mode"] != "decoupled":
+            return 'corrected_weight_decay is of decoupled decay: give decay_mode="decoupled", or leave it out'
         if group["second_moment"] == "amsgrad" and group["state_dtype"] in BLOCK_DTYPES:
             return (
                 f'state_dtype="{group["state_dtype"]}" rounds a running maximum up again and again: with '
@@ -119,6 +133,8 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
         """The options of the group, and whether the bucket has a trust ratio, or norms that are kept."""
         options = super().kernel_options(group, variant)
+        if largest := group["corrected_weight_decay"]:
+            options = replace(options, weight_decay=options.weight_decay * float(options.lr) / largest)
         hyperball = group["hyperball"] and options.adapt
         if hyperball and options.weight_decay != 0:
             raise ValueError(
@@ -171,6 +187,8 @@ class Lamb(KernelOptimizer):
         grad_averaging: False: the gradient enters the first moment without the factor 1 - beta1. Default: True.
         decay_mode: "ratio": decay inside u, as in the paper. "decoupled": x shrinks by 1 - lr * weight_decay first.
             "l2": weight_decay * x is added to the gradient. Default: "ratio".
+        corrected_weight_decay: Multiply decoupled decay by lr / the largest learning rate, which is this number, or with
+            True the number given as `lr` (arXiv:2506.02285; timm). Default: False.
         always_adapt: False: no trust ratio if weight_decay is 0 (apex, timm). Default: True.
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
@@ -241,6 +259,7 @@ class Lamb(KernelOptimizer):
         bias_correction: BiasCorrection = True,
         grad_averaging: bool = True,
         decay_mode: DecayMode = "ratio",
+        corrected_weight_decay: bool | float = False,
         always_adapt: bool = True,
         weight_norm_bounds: Bounds | None = None,
         trust_ratio_bounds: Bounds | None = None,
@@ -260,7 +279,10 @@ class Lamb(KernelOptimizer):
         backend: str = "auto",
         **unknown: NoReturn,
     ) -> None:
-        super().__init__(params, locals(), unknown)
+        arguments = {**locals()}
+        if corrected_weight_decay is True:
+            arguments["corrected_weight_decay"] = positive("lr for corrected_weight_decay=True", lr)
+        super().__init__(params, arguments, unknown)
 
     def telemetry(self) -> LambTelemetry:
         """Return the norms and trust ratios of the last step, as tensors on the parameters' device.

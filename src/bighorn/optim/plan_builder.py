@@ -118,7 +118,9 @@ class PlanBuilder:
     def _bucket_of(self, placed: Placed, backend: str, solid: bool) -> BucketPlan:
         """Return the bucket of entries that one call of a kernel can step."""
         variant, device = placed.entry.variant, placed.dense.device
-        key = (variant, backend, device, placed.dense.dtype, placed.entry.ranks, None if solid else placed.index)
+        state = tuple(placed.entry.spec)  # a matrix that is excluded from Hyperball has a radius, a vector has none
+        of_one = None if solid else placed.index
+        key = (variant, backend, device, placed.dense.dtype, placed.entry.ranks, state, of_one)
         if key not in self.bucket_plans:
             made = BucketPlan(Bucket(self.options[variant], [], {}, [], [], torch.empty(0)), variant)
             self.backends.setdefault((backend, device, placed.entry.ranks, variant.centres), []).append(made)

@@ -104,6 +104,12 @@ PRESETS = (
         argument="decoupled_decay",
     ),
     Preset(
+        "adamh",
+        {"hyperball": True, "betas": (0.9, 0.95), "eps": 1e-8, "max_grad_norm": 1.0},
+        "Hyperball instead of a trust ratio; clips the global gradient norm to 1; beta2 0.95; eps 1e-8",
+        "marin-community/levanter a4f7721, src/levanter/optim/adamh.py, which measures the norm before each step",
+    ),
+    Preset(
         "keras",
         {"decay_mode": "decoupled", "eps": 1e-7},
         "x decays first, by lr * weight_decay, and stays out of u; eps 1e-7",
@@ -257,6 +263,7 @@ LambPreset = Literal[
     "nvlamb",
     "lambc",
     "lambw",
+    "adamh",
     "keras",
     "torch_npu",
     "cybertronai",
@@ -309,7 +316,6 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **NOT_OURS,
     **{preset.argument: _instead(preset) for preset in PRESETS if preset.argument},
     "caution": ("timm", "use cautious", "cautious"),
-    "corrected_weight_decay": ("timm", "give weight_decay as a schedule: its value times lr / the largest lr"),
     "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False', "decay_mode"),
     "set_grad_none": ("apex", "use zero_grad(set_to_none=...)"),
     "reduced_precision_dtype": ("apex", 'use weight_rounding="master", for float32 weights of 16-bit parameters'),
@@ -353,7 +359,7 @@ NOT_ADAPTED = {"lars_exclude": True, "layer_adaptation": False}
 
 OFF_IS_OURS = frozenset(NOT_OURS).union(
     (preset.argument for preset in PRESETS if preset.argument),
-    ("caution", "corrected_weight_decay", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
+    ("caution", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
     ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter", "use_cautious", "ams_bound"),
     ("use_stochastic_rounding", "use_quantized_buffers", "cautious_weight_decay", "non_factored_confidence"),
     ("enable_stochastic_rounding", "enable_cautious", "enable_8bit"),

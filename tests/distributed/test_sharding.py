@@ -154,6 +154,7 @@ def test_collectives(layout: str, came: int, numbers: int) -> None:
         for kind, options, count, sums in (
             (Lamb, {}, 1, 4),
             (Lamb, {"max_grad_norm": 1.0}, 2, 4),
+            (Lamb, {"hyperball": True, "weight_decay": 0.0}, 1, 6),
             (Lars, {}, 1, 4),
             (Came, {}, came, 2 + numbers),
             (Came, {"max_grad_norm": 1.0}, came + 1, 2 + numbers),

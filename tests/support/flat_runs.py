@@ -19,6 +19,7 @@ from tests.support.cases import Optimizer
 from tests.support.sharded_runs import (
     ALONE,
     AUTO,
+    BALL,
     BITWISE,
     CLIPPED,
     CLIPPED_LARS,
@@ -189,6 +190,8 @@ RUNS: Mapping[str, Run] = {
     "clip": Run(Lamb, CLIPPED, FOR_MATRICES, steps=5, compares_state=True),
     "cautious": Run(Lamb, {"cautious": True, "decay_mode": "l2"}),
     "decoupled": Run(Lamb, {"decay_mode": "decoupled", "bias_correction": "lr", "trust_ratio_bounds": (0.0, 1.0)}),
+    "ball": Run(Lamb, BALL, steps=5),
+    "ball-cpu": Run(Lamb, {**BALL, "max_grad_norm": 0.5}, steps=5, **CPU),
     "foreach": Run(Lamb, {"max_grad_norm": 0.5}, backend="foreach"),
     "cpu": Run(Lamb, {"max_grad_norm": 0.5}, steps=5, compares_state=True, **CPU),
     "cpu-bfloat16-state": Run(Lamb, {"state_dtype": torch.bfloat16}, **CPU),

@@ -163,11 +163,18 @@ STOCHASTIC: Mapping[str, Any] = {"weight_rounding": "stochastic"}
 SMALL_TRUST: Mapping[str, Any] = {"trust_coefficient": 0.3}
 CLIPPED_LARS: Mapping[str, Any] = {**SMALL_TRUST, "denominator": "joint", "max_grad_norm": 0.5, "skip_nonfinite": True}
 
+BALL: Mapping[str, Any] = {"hyperball": True, "exclude_from_weight_decay": lambda _name, p: p.dim() >= 2}
+
 RUNS: Mapping[str, Run] = {
     "lamb": Run(Lamb, steps=10, compares_state=True),
     "lamb-clip": Run(Lamb, CLIPPED),
     "lamb-means": Run(Lamb, {"cautious": True, "decay_mode": "l2"}, CENTRED),
     "lamb-stacked": Run(Lamb, {"decay_mode": "decoupled"}, STACKED),
+    "lamb-ball": Run(Lamb, {**BALL, "max_grad_norm": 1.0}, steps=10, compares_state=True),
+    "lamb-ball-int8": Run(ExactLamb, {**BALL, "state_dtype": "int8"}, **IN_BLOCKS),
+    "lamb-ball-cpu": Run(Lamb, BALL, STACKED, compares_state=True, **CPU),
+    "lamb-ball-cpu-whole": Run(Lamb, BALL, steps=10, **{**CPU, "tolerance": 1e-6}),
+    "lamb-ball-foreach": Run(Lamb, BALL, CENTRED, **FOREACH),
     "came": Run(Came, steps=10, compares_state=True),
     "came-everything": Run(Came, {**CORRECTED, "decay_rate": 0.8, "factor": "last_two", "max_grad_norm": 1.0}, CENTRED),
     "came-stacked": Run(Came, EPS, {**STACKED, "factor": "last_two"}),

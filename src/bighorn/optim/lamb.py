@@ -27,7 +27,6 @@ from bighorn.optim.state import (
     StateDtype,
     StateSpec,
     StateTensorSpec,
-    all_dims,
     moments_dtype,
 )
 
@@ -119,7 +118,8 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         spec = super().moments(group, param)
         if group["hyperball"] and self.adapts(group, param):
             wide = moments_dtype(param, None)
-            spec = {**spec, "radius": StateTensorSpec(wide, all_dims(param)[: int(group["stacked"])])}
+            # Each rank has the radii of all slices, also of those that it does not hold: they are in its telemetry.
+            spec = {**spec, "radius": StateTensorSpec(wide, (), numel=len(param) if group["stacked"] else None)}
         return {name: replace(each, starts_as=starts.get(name)) for name, each in spec.items()}
 
     def has_trust_ratio(self, group: Group) -> bool:
@@ -187,8 +187,8 @@ class Lamb(KernelOptimizer):
         grad_averaging: False: the gradient enters the first moment without the factor 1 - beta1. Default: True.
         decay_mode: "ratio": decay inside u, as in the paper. "decoupled": x shrinks by 1 - lr * weight_decay first.
             "l2": weight_decay * x is added to the gradient. Default: "ratio".
-        corrected_weight_decay: Multiply decoupled decay by lr / the largest learning rate, which is this number, or with
-            True the number given as `lr` (arXiv:2506.02285; timm). Default: False.
+        corrected_weight_decay: Multiply decoupled decay by lr / the largest learning rate, which is this number, or the
+            number given as `lr` with True (arXiv:2506.02285; timm). Default: False.
         always_adapt: False: no trust ratio if weight_decay is 0 (apex, timm). Default: True.
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.

@@ -57,7 +57,8 @@ class StateTensorSpec:
         block: The elements of a row that share one element of the tensor: `codec.BLOCK` for scales, 2 for packed codes.
             `dims` then count rows, and a further dim counts the blocks of a row. Default: None: each
             element has its own.
-        numel: The number of elements of a vector that holds parts of several parameters' state. Default: None.
+        numel: The number of elements of a vector that holds parts of several parameters' state, or a number for each
+            slice on every rank. Default: None.
         starts_as: The name of the state tensor that it equals at first, where a state without it goes on. Default:
             None, where such a state is refused.
     """
@@ -92,7 +93,7 @@ class StateTensorSpec:
 
     def _strides(self, param: Tensor, shape: list[int]) -> list[int]:
         """Return strides without gaps, in the order of the parameter's; blocks are contiguous."""
-        order = [0] * len(shape) if self.block else [param.stride(dim) for dim in self.dims]
+        order = [0] * len(shape) if self.block or not self.dims else [param.stride(dim) for dim in self.dims]
         strides, size = [1] * len(shape), 1
         for i in sorted(range(len(shape) - 1, -1, -1), key=order.__getitem__):
             strides[i], size = size, size * max(shape[i], 1)

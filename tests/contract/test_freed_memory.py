@@ -143,3 +143,15 @@ def test_a_parameter_that_was_replaced_is_freed_by_the_next_step(kind: Kind) -> 
         gone = [StorageWeakRef(params[1].untyped_storage())]
         del optimizer.state[params[1]]
         params[1] = optimizer.param_groups[0]["params"][1] = Parameter(torch.randn(12, 16))
+
+
+def test_a_state_stays_in_the_dict_that_a_program_holds(kind: Kind, backend: str) -> None:
+    """After moments were replaced, the next step once made new dicts, and a program's own moved nothing any more."""
+    params, optimizer = made(kind, backend, {})
+    step(optimizer, params, 0)
+    held = [optimizer.state[param] for param in params]
+    for state in held:
+        state.update({name: value.clone() for name, value in state.items()})
+    step(optimizer, params, 1)
+    assert all(optimizer.state[param] is state for param, state in zip(params, held, strict=True))
+    assert [int(state["step"]) for state in held] == [2, 2]

@@ -308,7 +308,10 @@ class Step:
         creates = len(built) > 0 or (released is not None and len(released.fresh) > 0)
         self.fresh = creates and self.at_rest and not any(state.get(p) for mine in divided for p in mine.having_grad())
         for new in built:
-            state.update(new.states)
+            for param, values in new.states.items():  # in the dict that a program may hold, as torch's
+                held = state.setdefault(param, {})
+                held.clear()
+                held.update(values)
             steps.plans.keep(new.plan, new.mine, groups, state, most=MOST_PLANS * steps.records.count)
 
     def scale_and_mask(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

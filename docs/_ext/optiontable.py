@@ -18,7 +18,8 @@ from sphinx.util.docutils import SphinxDirective
 
 SUBJECTS = {
     "Parameters and rates": "params lr betas momentum eps weight_decay",
-    "The rule": "adam bias_correction grad_averaging decay_mode always_adapt weight_norm_bounds trust_ratio_bounds "
+    "The rule": "adam hyperball bias_correction grad_averaging decay_mode corrected_weight_decay always_adapt "
+    "weight_norm_bounds trust_ratio_bounds "
     "second_moment cautious nesterov trust_coefficient denominator trust_clip lr_in_momentum clip_threshold factor "
     "decay_rate scale_parameter scale_eps maximize",
     "Gradients": "max_grad_norm skip_nonfinite grad_norm_group",

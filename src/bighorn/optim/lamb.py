@@ -118,7 +118,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         spec = super().moments(group, param)
         if group["hyperball"] and self.adapts(group, param):
             wide = moments_dtype(param, None)
-            # Each rank has the radii of all slices, also of those that it does not hold: they are in its telemetry.
+            # Each rank has the radii of all slices, also of slices on other ranks, whose metrics it reports.
             spec = {**spec, "radius": StateTensorSpec(wide, (), numel=len(param) if group["stacked"] else None)}
         return {name: replace(each, starts_as=starts.get(name)) for name, each in spec.items()}
 

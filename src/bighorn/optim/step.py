@@ -308,10 +308,12 @@ class Step:
         creates = len(built) > 0 or (released is not None and len(released.fresh) > 0)
         self.fresh = creates and self.at_rest and not any(state.get(p) for mine in divided for p in mine.having_grad())
         for new in built:
-            for param, values in new.states.items():  # in the dict that a program may hold, as torch's
-                held = state.setdefault(param, {})
-                held.clear()
-                held.update(values)
+            held = {param: state[param] for param in state.keys() & new.states.keys()}
+            state.update(new.states)
+            for param, values in held.items():  # state stays in the dict that a program may hold, as torch's does
+                values.clear()
+                values.update(state[param])
+                state[param] = values
             steps.plans.keep(new.plan, new.mine, groups, state, most=MOST_PLANS * steps.records.count)
 
     def scale_and_mask(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

@@ -141,7 +141,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
                 f"hyperball=True keeps norms of matrices, against weight_decay={options.weight_decay:g}: "
                 "set weight_decay=0 in their group, or name them in exclude_from_weight_decay"
             )
-        return replace(options, hyperball=hyperball)
+        return replace(options, hyperball=True) if hyperball else options
 
     def variant_check(self, group: Group) -> VariantCheck | None:
         """Hyperball can neither decay a matrix nor move one of zeros."""

@@ -102,7 +102,7 @@ def run_chunk(
         near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
     far = run_blocks(pointers, numbers, positions, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
     for column in tl.static_range(mode.SUMS if FIRST_PASS else 0):
-        tl.store(sums_ptr + chunk * layout.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
+        tl.store(sums_ptr + chunk * mode.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
 
 
 @triton.jit
@@ -194,15 +194,16 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr, INNER: tl.c
     With INNER, it takes <x, u>, and the tensor's row, as well.
     """
     rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
+    SUMS: tl.constexpr = 3 if INNER else 2
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * layout.FACTOR
-    weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK))
-    update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK))
+    weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK, SUMS))
+    update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK, SUMS))
     if INNER:
-        inner = tensor_total(totals_ptr + 2, row_ptr, index, PER_CHUNK)
+        inner = tensor_total(totals_ptr + 2, row_ptr, index, PER_CHUNK, SUMS)
         update_norm, q = RATIO(weight_norm, update_norm, inner, row_ptr, option_ptr, factor_ptr)
     else:
         update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
@@ -214,11 +215,11 @@ def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr, INNER: tl.c
 
 
 @triton.jit
-def tensor_total(sums_ptr, row_ptr, index, PER_CHUNK: tl.constexpr):
+def tensor_total(sums_ptr, row_ptr, index, PER_CHUNK: tl.constexpr, SUMS: tl.constexpr):
     """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
     if PER_CHUNK:
         return common.partial_total(
-            sums_ptr, tl.load(row_ptr + columns.row.FIRST), tl.load(row_ptr + columns.row.STOP), layout.SUMS
+            sums_ptr, tl.load(row_ptr + columns.row.FIRST), tl.load(row_ptr + columns.row.STOP), SUMS
         )
     else:
-        return tl.load(sums_ptr + layout.SUMS * index)
+        return tl.load(sums_ptr + SUMS * index)

@@ -36,7 +36,9 @@ def test_a_step_equals_the_float64_reference(device: Device, backend: str, name:
     for step in range(STEPS):
         for each in (mirror, twin):
             case.set_lr(each, step)
-        check_step(case, parameters, mirror, twins, twin, case.gradients(step), f"step {step}")
+        # Where a device has no float64, the factor of x on a ball is rounded to float32, and the step is a tenth of x.
+        roundings = 1.5 if "hyperball" in case.id else 1.0
+        check_step(case, parameters, mirror, twins, twin, case.gradients(step), f"step {step}", roundings)
     waits = [name for found in mirror.waits for name in found if name.startswith("wait")]
     assert not waits, f"{waits}"
 

@@ -143,7 +143,7 @@ def lamb_options() -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dict[str, A
     """Yield the optimizer, the dtypes of parameters and gradients, and the options."""
     modes: list[dict[str, Any]] = [
         *({"decay_mode": mode} for mode in ("ratio", "l2", "decoupled")),
-        {"hyperball": True, "exclude_from_weight_decay": lambda *_: True},
+        {"hyperball": True, "weight_decay": 0.0},
     ]
     for x, g in itertools.product((F32, BF16, F16), repeat=2):
         for mode, moments in itertools.product(modes, (F32, BF16, "int8", *(["int4"] if g == x else []))):
@@ -164,10 +164,11 @@ def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dic
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:
     """Take one step of a matrix and a vector."""
-    params = [Parameter(torch.zeros(shape, dtype=x)) for shape in ((4, 6), (3,))]  # rows of an odd size have no 4 bits
+    params = [Parameter(torch.ones(shape, dtype=x)) for shape in ((4, 6), (3,))]  # rows of an odd size have no 4 bits
     if options["state_dtype"] in ("int8", "int4"):
         options = {**options, "min_8bit_size": 1}
-    optimizer = kind(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0, backend="triton", **options)
+    options = {"weight_decay": 0.1, **options}
+    optimizer = kind(params, lr=0.1, max_grad_norm=1.0, backend="triton", **options)
     set_gradients(params, [torch.zeros(param.shape, dtype=g) for param in params])
     optimizer.step()
 

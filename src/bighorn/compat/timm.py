@@ -64,9 +64,7 @@ class Lamb(bighorn.Lamb):
         corrected_weight_decay: bool = False,
         foreach: bool | None = None,  # noqa: ARG002 - timm's signature
     ) -> None:
-        corrected = truth("corrected_weight_decay", corrected_weight_decay) and truth(
-            "decoupled_decay", decoupled_decay
-        )
+        decoupled = truth("decoupled_decay", decoupled_decay)
         super().__init__(
             params,
             lr,
@@ -79,6 +77,6 @@ class Lamb(bighorn.Lamb):
             trust_ratio_bounds=(0.0, 1.0) if truth("trust_clip", trust_clip) else None,
             always_adapt=truth("always_adapt", always_adapt),
             cautious=truth("caution", caution),
-            decay_mode="decoupled" if truth("decoupled_decay", decoupled_decay) else "ratio",
-            corrected_weight_decay=corrected,
+            decay_mode="decoupled" if decoupled else "ratio",
+            corrected_weight_decay=truth("corrected_weight_decay", corrected_weight_decay) and decoupled,
         )

@@ -114,13 +114,14 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
 
         The running maximum of amsgrad starts as the second moment, in a state that has none.
         """
-        starts = {"max_exp_avg_sq": "exp_avg_sq"}
         spec = super().moments(group, param)
+        if maximum := spec.get("max_exp_avg_sq"):
+            spec = {**spec, "max_exp_avg_sq": replace(maximum, starts_as="exp_avg_sq")}
         if group["hyperball"] and self.adapts(group, param):
             wide = moments_dtype(param, None)
             # Each rank has the radii of all slices, also of slices on other ranks, whose metrics it reports.
             spec = {**spec, "radius": StateTensorSpec(wide, (), numel=len(param) if group["stacked"] else None)}
-        return {name: replace(each, starts_as=starts.get(name)) for name, each in spec.items()}
+        return spec
 
     def has_trust_ratio(self, group: Group) -> bool:
         """Adam has no trust ratio."""

@@ -12,6 +12,10 @@ FORCE_INLINE_TEMPLATE int keeps(const enum LambUpdateUse after) {
     return after == UPDATE_KEEP || after == UPDATE_KEEP_ON_BALL;
 }
 
+FORCE_INLINE_TEMPLATE int on_ball(const enum LambUpdateUse after) {
+    return after == UPDATE_FORGET_ON_BALL || after == UPDATE_KEEP_ON_BALL;
+}
+
 /* Whether bfloat16 gradients are used in place: with weights of the same type, or with float32 masters. The loop for
  * masters adds up squares in another order than the loop for float32 gradients, so it is used only if x does not
  * depend on the sums. */
@@ -61,13 +65,12 @@ static LayerSums careful_sums(const LambFloats f, const LayerPiece *p) {
 }
 
 #define STEP_LOOP(x_type, g_type, state_type)                                                                \
-    (after == UPDATE_KEEP_ON_BALL || after == UPDATE_FORGET_ON_BALL                                          \
+    (on_ball(after)                                                                                          \
          ? step_loop_on_ball(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored) \
          : step_loop(*f, after, x_type, g_type, state_type, step, p->n, g, p->m, p->v, p->x, stored))
-#define STEP_PAIRS(g_type)                                                                \
-    (after == UPDATE_KEEP_ON_BALL || after == UPDATE_FORGET_ON_BALL                       \
-         ? step_pairs_on_ball(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored) \
-         : step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored))
+#define STEP_PAIRS(g_type)                                                                           \
+    (on_ball(after) ? step_pairs_on_ball(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored) \
+                    : step_pairs(*f, after, g_type, step, p->n, g, p->m, p->v, p->x, stored))
 
 FORCE_INLINE_TEMPLATE LayerSums step_piece(const LayerPiece *p, const LambFloats *f, const enum LambUpdateUse after,
                                            float step, float *stored) {

@@ -94,6 +94,11 @@ class KernelOptions:
     int4: bool = False
     """Whether a moment is kept in codes of 4 bits."""
 
+    @property
+    def sums(self) -> int:
+        """The number of sums over a tensor that a layer-wise step needs: of the squares of x and u."""
+        return 2
+
 
 Options = TypeVar("Options", bound=KernelOptions)
 
@@ -133,6 +138,11 @@ class LambOptions(KernelOptions):
     trust_ratio_bounds: Annotated[Bounds | None, Option(bounds, c_bounds)]
     second_moment: Annotated[SecondMoment, one_of(SecondMoment)]
     cautious: Annotated[bool, Option(flag)]
+
+    @property
+    def sums(self) -> int:
+        """The number of sums; Hyperball has a third one, of x u."""
+        return 3 if self.hyperball else 2
 
 
 @dataclass(frozen=True, kw_only=True)

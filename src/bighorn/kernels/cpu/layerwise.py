@@ -67,7 +67,7 @@ class LayerwiseStepper(Stepper[Options]):
         if apply_mask is not None and not apply_mask:
             return
         scale = float(grad_scale)
-        count = SUMS if any(getattr(bucket.options, "hyperball", False) for bucket in self.buckets) else SUMS - 1
+        count = max(bucket.options.sums for bucket in self.buckets)
         sums = torch.zeros(len(self.rows), count, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
         self._run(bound, scale, FIRST, sums, count)
         yield sums.view(-1)

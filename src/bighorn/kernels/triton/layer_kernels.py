@@ -38,7 +38,7 @@ class Mode(NamedTuple):
     OWN: Any = tl.constexpr(0)
     """The algorithm's."""
     SUMS: Any = tl.constexpr(2)
-    """The sums of a chunk: of the squares of x and u, and of x u."""
+    """The number of sums of a chunk, `sums` of its options."""
 
 
 class Place(NamedTuple):

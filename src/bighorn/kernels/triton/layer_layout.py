@@ -11,8 +11,6 @@ ADDRESSES = {name.upper(): name for name in ("exp_avg_sq", "exp_avg_scale", "exp
 
 row: Any = columns.RowColumns(*ADDRESSES, after=columns.row.names)
 
-SUMS = tl.constexpr(2)  # of each chunk: of the squares of x and u; Hyperball has a third one, of x u
-
 # The table of factors: float64, one row per tensor; the columns after this belong to the algorithm.
 STEP_NUMBER = tl.constexpr(0)  # from 1, for the second pass
 FACTOR = tl.constexpr(5)

@@ -35,8 +35,8 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         self.sharded = any(bucket.shards for bucket in buckets)
         super().__init__(buckets, indices, dtypes, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
-        on_ball = getattr(buckets[indices[0][0]].options, "hyperball", False)
-        self.width, rows, chunks = layer_layout.SUMS.value + on_ball, len(self.indices), self.program_to_row.numel()
+        self.width = buckets[indices[0][0]].options.sums
+        rows, chunks = len(self.indices), self.program_to_row.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
         self.factors = torch.empty(layer_layout.FACTOR.value * rows, dtype=torch.float64, device=self.device)
         self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES

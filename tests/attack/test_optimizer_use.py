@@ -125,6 +125,8 @@ class OptimizerUse(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4), factor=st.sampled_from([0.0, 0.5, 2.0]))
     def write(self, which: int, factor: float) -> None:
         """Write into a parameter, like a program that reinitialises a layer."""
+        if self.case.options.get("hyperball"):
+            factor = factor or 0.5  # a new optimizer refuses a matrix of zeros
         with torch.no_grad():
             self.parameters[which % len(self.parameters)].mul_(factor)
 
@@ -162,6 +164,8 @@ class OptimizerUse(RuleBasedStateMachine):
     def add_param_group(self, own: bool) -> None:
         self.case = replace(self.case, leaves=(*LEAVES, LATER))
         options = OWN[self.case.kind] if own else {}
+        if own and self.case.options.get("hyperball"):
+            options = {**options, "hyperball": False}  # a group of Adam's steps says that its matrices leave the ball
         self.parameters.append(self.case.parameters()[-1])
         self.twins.append(Parameter(self.parameters[-1].detach().double()))
         for optimizer, parameters in ((self.optimizer, self.parameters), (self.twin, self.twins)):

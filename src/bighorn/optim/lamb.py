@@ -93,7 +93,10 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
             )
         for name, allowed in OFF_THE_BALL.items() if group["hyperball"] else ():
             if group[name] != allowed:
-                return f"hyperball=True keeps norms of matrices, which {name}={group[name]!r} contradicts: leave it out"
+                return (
+                    f"hyperball=True keeps norms of matrices, which {name}={group[name]!r} contradicts: leave it out, "
+                    "or give its group hyperball=False"
+                )
         if group["second_moment"] == "adagrad" and group["state_dtype"] == "bfloat16":
             return (
                 'state_dtype="bfloat16" loses what is added to a sum above 256 times as large, a quarter of which is '

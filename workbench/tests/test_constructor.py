@@ -58,7 +58,8 @@ def pasted(config: RunConfig, task: Plain) -> list[torch.Tensor]:
 
 
 CLIP: dict[str, Any] = {"max_grad_norm": 0.5}  # torch's optimizers have none: it is a line of the loop
-NAMES = "lamb", "came", "came-published", "lars-int8", "lamb-nearest", "lamb-clipped", "nesterov", "adamw"
+OWN_NAMES = "lamb", "came", "came-published", "lars-int8", "lamb-nearest", "lamb-clipped"
+NAMES = *OWN_NAMES, "lamb-adamw", "lamb-hyperball", "muon", "nesterov", "adamw"
 
 
 @pytest.mark.parametrize("kind", [Plain, Excluding])

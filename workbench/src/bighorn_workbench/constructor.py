@@ -4,6 +4,7 @@ from typing import Any
 
 from bighorn import Came
 from bighorn_workbench.config import RunConfig
+from bighorn_workbench.hidden_matrices import MuonWithAdamW
 from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn_workbench.values import read_options, warmup_steps
 
@@ -75,20 +76,24 @@ def _own(kind: Any, lr: str, weight_decay: float | None, options: dict[str, Any]
 def _of_torch(
     kind: Any, lr: float, factor: str, weight_decay: float | None, options: dict[str, Any], excluded: bool
 ) -> list[str]:
-    """Lines for an optimizer of torch, and a scheduler that multiplies its rate."""
+    """Lines for an optimizer of torch or of two rules, and a scheduler that multiplies its rate."""
+    ours = kind.__module__ == MuonWithAdamW.__module__
+    made = f"{'' if ours else 'torch.optim.'}{kind.__name__}"
+    of = "(name, p)" if ours else "p"
     without = "task.excluded(name, p)" if excluded else "p.ndim < 2"
     more = "".join(f", {name}={value!r}" for name, value in options.items())
     return [
         "import torch",
         "from bighorn.schedules import Polynomial",
+        *[f"from {kind.__module__} import {made}"] * ours,
         "",
         f"excluded = {{name for name, p in model.named_parameters() if {without}}}",
         "groups = [",
-        '    {"params": [p for name, p in model.named_parameters() if name not in excluded], '
+        f'    {{"params": [{of} for name, p in model.named_parameters() if name not in excluded], '
         f'"weight_decay": {weight_decay:g}}},',
-        '    {"params": [p for name, p in model.named_parameters() if name in excluded], "weight_decay": 0.0},',
+        f'    {{"params": [{of} for name, p in model.named_parameters() if name in excluded], "weight_decay": 0.0}},',
         "]",
-        f"optimizer = torch.optim.{kind.__name__}(groups, lr={lr:g}{more})",
+        f"optimizer = {made}(groups, lr={lr:g}{more})",
         "# after each step: scheduler.step()",
         f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {factor})",
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bighorn import Came, Lamb, Lars
+from bighorn_workbench.hidden_matrices import LambHyperball, LambWithAdamW, MuonWithAdamW
 
 KINDS = (Lamb, Came, Lars)
 """Bighorn's own optimizers."""
@@ -117,6 +118,8 @@ WITH_BETA2 = {"warmup": WARMUP, "one_minus_beta2": (0.001, 0.1)}
 WITH_MOMENTUM = {"warmup": WARMUP, "one_minus_momentum": (0.01, 0.5)}
 ADAM_DEFAULTS = {"one_minus_beta1": 0.1, "one_minus_beta2": 0.001, "eps": 1e-8}
 MOMENTUM = {"one_minus_momentum": 0.1}
+ADAMW_RATE = (0.01, 1.0)
+"""AdamW's share of the learning rate, where hidden matrices have another rule."""
 
 CAME = Recipe(
     "confidence-guided, factored second moment (arXiv:2307.02047), with bias_correction=True",
@@ -156,6 +159,30 @@ OPTIMIZERS = {
         {"lr": (0.00003, 0.3), "weight_decay": (0.001, 0.3), **WITH_BETA2},
         ADAM_DEFAULTS,
         partial(torch.optim.AdamW, fused=True),
+    ),
+    "lamb-adamw": Recipe(
+        "lamb for hidden matrices, AdamW's step for embeddings, the head and vectors",
+        0.03,
+        0.01,
+        {"lr": (0.0005, 5.0), "adamw_rate": ADAMW_RATE, "weight_decay": (0.001, 0.3), **WITH_BETA2},
+        {**ADAM_DEFAULTS, "eps": 1e-6, "adamw_rate": 0.1},
+        LambWithAdamW,
+    ),
+    "lamb-hyperball": Recipe(
+        "Hyperball by lamb for hidden matrices (arXiv:2606.16899), AdamW's step for the rest",
+        0.03,
+        0.01,
+        {"lr": (0.0005, 5.0), "adamw_rate": ADAMW_RATE, "weight_decay": (0.001, 0.3), **WITH_BETA2},
+        {**ADAM_DEFAULTS, "adamw_rate": 0.1},
+        LambHyperball,
+    ),
+    "muon": Recipe(
+        "torch.optim.Muon for hidden matrices at AdamW's rates, torch.optim.AdamW for the rest",
+        0.003,
+        0.01,
+        {"lr": (0.00003, 0.3), "weight_decay": (0.001, 0.3), **WITH_BETA2},
+        ADAM_DEFAULTS,
+        MuonWithAdamW,
     ),
     "adam": Recipe(
         "torch.optim.Adam, without weight decay",

@@ -253,7 +253,6 @@ def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfi
         options.append(f"betas=({', '.join(f'{1 - of[name]:.6g}' for name in of if 'beta' in name)})")
     if "one_minus_momentum" in params:
         options.append(f"momentum={1 - params['one_minus_momentum']:.6g}")
-    if "eps" in params:
-        options.append(f"eps={params['eps']:g}")
+    options += [f"{name}={params[name]:g}" for name in ("eps", "adamw_rate") if name in params]
     values["optimizer_option"] = (*base.optimizer_option, *options)
     return replace(base, seed=seed, **values)

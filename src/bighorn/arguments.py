@@ -193,7 +193,7 @@ def checked(checks: Mapping[str, Check], given: Mapping[str, Any]) -> dict[str, 
 
 def is_real(value: object) -> TypeGuard[Real]:
     """Whether the value is a real number; True and False are not."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def number(
@@ -432,6 +432,8 @@ def schedulable(check: Check, values: Callable[[Iterable[float]], StepFunction])
     """Return a check that also accepts a schedule: a function of the step, or an iterable, converted by `values`."""
 
     def checked(name: str, value: object) -> object:
+        if type(value) is float:
+            return check(name, value)
         if _is_tensor(value):
             iterable = value.dim() == 1 and value.numel() != 1
         elif callable(value) and not isinstance(value, type):

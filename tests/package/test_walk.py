@@ -109,3 +109,21 @@ def test_a_whole_walk_does_not_grow(kind: Kind) -> None:
         way: (*counts(walk), len(walk)) for way, walk in (walks | {"step": cached_step(kind, param, "cpu")}).items()
     }
     assert {way: each for way, each in found.items() if not all(map(int.__le__, each, WHOLE[way]))} == {}
+
+
+def scheduled_step(kind: Kind, groups: int) -> list[Function]:
+    """Return the walk of a step of groups of one parameter, all with the default's schedule and a rate of their own."""
+    params = [Parameter(torch.ones(2, 2)) for _ in range(groups)]
+    optimizer = kind(
+        [{"params": [p], "lr_scale": 0.9**i} for i, p in enumerate(params)], lr=lambda step: 0.1 / (step + 1)
+    )
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    return calls(optimizer.step)
+
+
+def test_many_groups_with_a_schedule_cost_few_calls_each(kind: Kind) -> None:
+    each = (len(scheduled_step(kind, 20)) - len(scheduled_step(kind, 10))) / 10
+    assert each <= 24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from bighorn.arguments import about, checked
 from bighorn.optim.algorithm import Algorithm, Group
 from bighorn.optim.group_records import GroupRecord
 from bighorn.optim.param_groups import COUNT, MULTIPLIERS, check_keys, multiplier, refuse_vectors
-from bighorn.optim.scheduled import SCHEDULED, ScheduledOption, attach_schedules, value_in
+from bighorn.optim.scheduled import SCHEDULED, ScheduledOption, attach_schedules, value_at
 from bighorn.optim.settings import OF_THE_WHOLE, Settings
 
 REMOVED = object()
@@ -50,6 +51,7 @@ class StepOptions:
         self._driven = [(each.group, name, driven) for each in records for name, driven in each.scheduled.items()]
         self._before = [(group[name], driven.written) for group, name, driven in self._driven]
         values: list[tuple[Group, str, ScheduledOption, float]] = []
+        computed: dict[tuple[int, int], float] = {}
         for index, record in enumerate(records):
             group, own = record.group, record.scheduled
             if not own:
@@ -64,7 +66,11 @@ class StepOptions:
                 continue
             self._counting.append(group)
             with about(f"param_groups[{index}]"):
-                values += [(group, name, each, value_in(group, name, each.schedule)) for name, each in own.items()]
+                for name, each in own.items():
+                    at = id(each.schedule), group[COUNT]  # groups share the default's schedule
+                    if at not in computed:
+                        computed[at] = value_at(name, each.schedule, group[COUNT])
+                    values.append((group, name, each, computed[at] * multiplier(group, name)))
         for group, name, driven, value in values:  # all are computed before the first is written
             group[name] = driven.written = value
         try:
@@ -112,34 +118,36 @@ def check_changed(
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: A value out of range, or an option of the whole optimizer. No group has changed.
     """
+    options, numbers = algorithm.options, algorithm.kernel_options_type.numbers
     fresh: list[tuple[GroupRecord, Group]] = []
     for index, record in enumerate(records):
-        group = record.group
+        group, seen = record.group, record.seen
         if not group.keys().isdisjoint(OF_THE_WHOLE):
             settings.refuse_own(group, f"param_groups[{index}]")
         if (keys := tuple(group)) != record.keys:
             check_keys(group, algorithm, f"param_groups[{index}]")
             record.keys = keys
-        values = tuple(map(group.get, algorithm.options, itertools.repeat(REMOVED)))
+        values = tuple(map(group.get, options, itertools.repeat(REMOVED)))
         try:
-            same = values == record.seen
+            same = values == seen
         except (ValueError, RuntimeError):  # arrays and tensors of several numbers cannot be compared
             same = False
         if same and not isinstance(group.get("lr"), Tensor):
             continue
         # With 450 scheduled groups, a check of options that were left alone took most of a step on a CPU.
-        each = zip(algorithm.options, values, record.seen or [REMOVED] * len(values), strict=True)
-        changed = [name for name, value, old in each if value is not old or old is REMOVED or name == "lr"]
-        complete = {**defaults, **group}
+        changed = {*itertools.compress(options, map(operator.is_not, values, seen)), "lr"} if seen else options
+        given = {name: group[name] if name in group else defaults[name] for name in changed}
         with about(f"param_groups[{index}]"):
-            fresh.append((record, checked(algorithm.options, {name: complete[name] for name in changed})))
+            fresh.append((record, checked(options, given)))
     found: set[str] = set()
-    for record, options in fresh:
-        old = dict(zip(algorithm.options, record.seen, strict=False))
-        numbers = algorithm.kernel_options_type.numbers
-        found |= {name for name in options if name in numbers or name not in old or old[name] != options[name]}
-        record.group.update(options)
-        record.seen = tuple({**old, **options}.values())
+    for record, given in fresh:
+        record.group.update(given)
+        before, record.seen = record.seen, tuple(map(record.group.get, options))
+        if before and given.keys() <= numbers:
+            found.update(given)
+        else:
+            pairs = itertools.zip_longest(options, before, record.seen, fillvalue=REMOVED)
+            found |= {name for name, old, new in pairs if name in given and (name in numbers or old != new)}
     return frozenset(found)
 
 

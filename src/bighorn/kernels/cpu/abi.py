@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
@@ -99,10 +100,13 @@ def unknown_options(fields: Fields) -> list[str]:
 def update_options(array: ctypes.Array[Any], old: Sequence[Any], new: Sequence[Any]) -> None:
     """Write into an array of `c_options` what differs between two lists of options: numbers change at each step."""
     kind: Any = type(new[0])
-    conversions = conversions_of(kind).items()
+    conversions = conversions_of(kind)
+    values_of = operator.attrgetter(*conversions)
     for row, before, now in zip(array, old, new, strict=True):
-        for name, convert in conversions if now is not before else ():
-            if (value := getattr(now, name)) is not getattr(before, name):
+        if now is not before:
+            values = values_of(now)
+            differs = map(operator.is_not, values, values_of(before))
+            for (name, convert), value in itertools.compress(zip(conversions.items(), values, strict=True), differs):
                 setattr(row, name, convert(value))
 
 

@@ -33,7 +33,6 @@ from tests.device.trainings import (
     set_gradients,
 )
 from tests.support.cases import Kind
-from tests.support.offloading import OVERLAPS, Overlap
 from tests.support.processes import group_of_one
 
 # ---- loops ----------------------------------------------------------------------------------------------------------
@@ -201,9 +200,8 @@ OFFLOADS = {
 
 
 @on(*MODES, "gpu")
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_offload(device: Device, overlap: Overlap, name: str) -> None:
+def test_offload(device: Device, name: str) -> None:
     kind, options, dtype, factor = OFFLOADS[name]
 
     def make(net: nn.Module, _: Device) -> Any:
@@ -216,7 +214,7 @@ def test_offload(device: Device, overlap: Overlap, name: str) -> None:
         clip = 0.1 if name == "clip-of-offload" else None
         there = each is device
         if there:
-            optimizer = offload(net, optimizer, overlap=overlap, bucket_mb=0.0005, scaler=scaler, max_grad_norm=clip)
+            optimizer = offload(net, optimizer, bucket_mb=0.0005, scaler=scaler, max_grad_norm=clip)
         for step in range(STEPS):
             loss = loss_of(net, step, factor)
             (loss if scaler is None else scaler.scale(loss)).backward()

@@ -99,9 +99,3 @@ def test_overflow_on_one_rank() -> None:
             scaled_step(scaler, optimizer, loss * (torch.inf if overflows else 1.0))
     both.assert_equal()
     assert scalers[0].get_scale() == scalers[1].get_scale() == 32.0
-
-
-@ranks(2)
-def test_forward_overlap_is_refused() -> None:
-    with pytest.raises(ValueError, match="would send sums between ranks from two threads"):
-        twins("lamb", overlap="forward")

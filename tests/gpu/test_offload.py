@@ -1,4 +1,4 @@
-"""Offload of a larger network: the same training with any overlap, and the memory of the device."""
+"""Offload of a larger network: the same training with any buckets, and the memory of the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 
 from bighorn import Lamb, offload
 from tests.support.gpu_steps import GPU, STATUS
-from tests.support.offloading import OVERLAPS, Overlap
 
 pytestmark = GPU
 
@@ -27,11 +26,10 @@ def loss_of(net: Any, step: int) -> Any:
     return (net(inputs.to(STATUS.device, dtype)) - 1).square().mean()
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_training_is_the_same_with_any_overlap(overlap: Overlap) -> None:
+def test_a_training_is_the_same_with_any_buckets() -> None:
     nets = network(), network()
     whole = offload(nets[0], Lamb(nets[0].named_parameters(), lr=0.01), bucket_mb=1000)
-    parts = offload(nets[1], Lamb(nets[1].named_parameters(), lr=0.01), bucket_mb=0.3, overlap=overlap)
+    parts = offload(nets[1], Lamb(nets[1].named_parameters(), lr=0.01), bucket_mb=0.3)
     for step in range(20):
         for net, optimizer in zip(nets, (whole, parts), strict=True):
             loss_of(net, step).backward()

@@ -232,8 +232,8 @@ FAULTS = (
     Fault(
         "a dropped error of a thread",
         "bighorn/offloading/worker.py",
-        "            self._error = error\n",
-        "            pass\n",
+        "            return future.result()\n",
+        "            return future.result() if future.exception() is None else None\n",
         "tests/offload/test_worker.py tests/offload/test_faults.py",
     ),
     Fault(
@@ -582,8 +582,8 @@ FAULTS = (
     Fault(
         "a swallowed exception, an interrupt",
         "bighorn/offloading/worker.py",
-        "            self._ended.wait()\n            raise\n",
-        "            self._ended.wait()\n",
+        "            wait([future])\n            raise\n",
+        "            wait([future])\n",
         "tests/offload",
     ),
     Fault(

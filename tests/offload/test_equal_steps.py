@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from bighorn import Came, Lamb, Lars
 from tests.support.case_tensors import LARGE
 from tests.support.cases import CASES, Case, allow_gradients_of, set_gradients
 from tests.support.covering_cases import covering
-from tests.support.offloading import OVERLAPS, Make, Overlap, Twins, backward_with, loss_of, network, offloaded, train
+from tests.support.offloading import Make, Twins, backward_with, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise, assert_same_everything, copies
 from tests.support.processes import group_of_one
 
@@ -32,15 +31,11 @@ def large(case: Case) -> bool:
 
 def rows() -> list[Any]:
     quick = covering(case for case in CASES if not large(case))
-    return [
-        pytest.param(overlap, case, id=f"{overlap}-{case.id}", marks=[] if case.id in quick else [pytest.mark.slow])
-        for overlap in OVERLAPS
-        for case in CASES
-    ]
+    return [pytest.param(case, id=case.id, marks=[] if case.id in quick else [pytest.mark.slow]) for case in CASES]
 
 
-@pytest.mark.parametrize(("overlap", "case"), rows())
-def test_every_case(overlap: Overlap, case: Case) -> None:
+@pytest.mark.parametrize("case", rows())
+def test_every_case(case: Case) -> None:
     plain = case.parameters()
     device = copies(plain)
     # Host tensors have no gaps, and gradients have the order of their parameters. Kernels divide large tensors of other
@@ -52,7 +47,7 @@ def test_every_case(overlap: Overlap, case: Case) -> None:
             allow_gradients_of(param, case.gradient_dtype(leaf))
     ours = case.optimizer(plain, "auto")
     model = nn.ParameterList(device)
-    theirs = offloaded(model, case.optimizer(device, "auto"), overlap=overlap, bucket_mb=case.size * 4e-6 / 5)
+    theirs = offloaded(model, case.optimizer(device, "auto"), bucket_mb=case.size * 4e-6 / 5)
     for step in range(STEPS):
         set_gradients(plain, case.gradients(step))
         for param in plain if dense else ():
@@ -90,10 +85,9 @@ MAKES: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("name", MAKES)
-def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
-    twins = Twins(MAKES[name], lambda: network().to(dtype), overlap=overlap)
+def test_a_training(name: str, dtype: torch.dtype) -> None:
+    twins = Twins(MAKES[name], lambda: network().to(dtype))
     for step in range(6):
         for net, optimizer in twins:
             # One step lacks some gradients.
@@ -108,10 +102,10 @@ def test_a_training(name: str, overlap: Overlap, dtype: torch.dtype) -> None:
 def test_arrival_in_any_order(options: dict[str, Any]) -> None:
     """Results do not depend on the sizes of buckets or their times of arrival, also in float64."""
     found = []
-    for bucket_mb, overlap in itertools.product((1e-4, 0.003, 0.02, 25), OVERLAPS):
+    for bucket_mb in (1e-4, 0.003, 0.02, 25):
         net = network().double()
         inner = Lamb(net.named_parameters(), lr=0.1, **options)
-        optimizer = offloaded(net, inner, overlap=overlap, bucket_mb=bucket_mb)
+        optimizer = offloaded(net, inner, bucket_mb=bucket_mb)
         train(net, optimizer, range(4))
         optimizer.synchronize()
         found.append(list(net.parameters()))
@@ -119,10 +113,9 @@ def test_arrival_in_any_order(options: dict[str, Any]) -> None:
         assert_bitwise(found[0], other)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_graph_from_before_the_step_is_refused(overlap: Overlap) -> None:
+def test_a_graph_from_before_the_step_is_refused() -> None:
     net = network()
-    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), overlap=overlap)
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1))
     before = loss_of(net, 1)
     loss_of(net, 0).backward()
     optimizer.step()

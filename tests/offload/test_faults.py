@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,7 @@ from bighorn import Lamb
 from bighorn.offloading import OffloadedOptimizer
 from bighorn.offloading.step import TransferBucket
 from tests.support.offloading import (
-    OVERLAPS,
     Make,
-    Overlap,
     Twins,
     assert_equal,
     loss_of,
@@ -60,11 +59,10 @@ def step_counts(optimizer: OffloadedOptimizer) -> list[int]:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_an_option_out_of_range_changes_nothing(overlap: Overlap, scaled: bool) -> None:
+def test_an_option_out_of_range_changes_nothing(scaled: bool) -> None:
     """GradScaler keeps its scale on an optimizer whose step raises, and would multiply the next one by it."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled) for _ in "12"]
-    twins = Twins(lamb, overlap=overlap, scaler=scalers[1])
+    twins = Twins(lamb, scaler=scalers[1])
     for step in range(5):
         for (net, optimizer), scaler in zip(twins, scalers, strict=True):
             if step == 2 and optimizer is twins.offloaded:
@@ -148,14 +146,13 @@ CUTS: list[tuple[Cut, Make, str]] = [
 
 
 @pytest.mark.parametrize("remedy", ["zero_grad", "load"])
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(("cut", "make", "message"), CUTS)
 def test_a_step_that_is_cut_off(
-    cut: Cut, make: Make, message: str, overlap: Overlap, remedy: str, monkeypatch: pytest.MonkeyPatch
+    cut: Cut, make: Make, message: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call is refused until a remedy: a step without gradients, or a checkpoint."""
     net, copies = network(), SlowCopies(seed=None)
-    optimizer = offloaded(net, make(net), overlap=overlap, copies=copies)
+    optimizer = offloaded(net, make(net), copies=copies)
     train_and_wait(net, optimizer, range(2))
     saved = saved_and_loaded((net.state_dict(), optimizer.state_dict()))
     with monkeypatch.context() as patch:
@@ -200,16 +197,14 @@ def calls_of(net: nn.Module, optimizer: OffloadedOptimizer) -> list[Callable[[],
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
+def test_a_model_that_is_deleted_between_backward_and_step() -> None:
     net = network()
     copies = SlowCopies(bandwidth=1e6, seed=None)
-    optimizer = offloaded(net, lamb(net), overlap=overlap, copies=copies)
+    optimizer = offloaded(net, lamb(net), copies=copies)
     train(net, optimizer, range(1))
     loss_of(net, 1).backward()
-    optimizer.step()
-    loss_of(net, 2).backward()
-    thread, gone = optimizer._worker.thread, [weakref.ref(net[0].weight), weakref.ref(optimizer)]
+    thread = optimizer._worker.run(threading.current_thread)
+    gone = [weakref.ref(net[0].weight), weakref.ref(optimizer)]
     del net, optimizer
     gc.collect()
     thread.join(LIMIT)
@@ -221,7 +216,7 @@ def test_a_model_that_is_deleted_in_flight(overlap: Overlap) -> None:
 
 def test_the_hooks_end_with_the_optimizer() -> None:
     net = network()
-    optimizer = offloaded(net, lamb(net), overlap="forward")
+    optimizer = offloaded(net, lamb(net))
     train_and_wait(net, optimizer, range(1))
     del optimizer
     gc.collect()
@@ -233,11 +228,10 @@ def test_the_hooks_end_with_the_optimizer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_ten_thousand_steps_do_not_grow(overlap: Overlap) -> None:
+def test_ten_thousand_steps_do_not_grow() -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).bfloat16()
     copies = SlowCopies(seed=None)
-    optimizer = offloaded(net, lamb(net), overlap=overlap, masters=True, bucket_mb=1e-4, copies=copies)
+    optimizer = offloaded(net, lamb(net), masters=True, bucket_mb=1e-4, copies=copies)
     pages = []
     for step in range(10_000):
         net(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()

@@ -14,9 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from bighorn import Came, Lamb, LossScaler, WindowScale
 from tests.support.cases import Kind
 from tests.support.offloading import (
-    OVERLAPS,
     Make,
-    Overlap,
     Twins,
     assert_equal,
     in_groups,
@@ -45,14 +43,12 @@ def adamw(net: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), **{"lr": 0.1, **options})
 
 
-with_every_overlap = pytest.mark.parametrize("overlap", OVERLAPS)
 with_both_makes = pytest.mark.parametrize("make", [lamb, adamw])
 
 
-@with_every_overlap
 @with_both_makes
-def test_accumulation(make: Make, overlap: Overlap) -> None:
-    twins = Twins(make, overlap=overlap)
+def test_accumulation(make: Make) -> None:
+    twins = Twins(make)
     for step in range(4):
         for net, optimizer in twins:
             with optimizer.accumulate() if optimizer is twins.offloaded else contextlib.nullcontext():
@@ -109,12 +105,11 @@ def clipped_step(scaler: Any, plain: torch.optim.Optimizer, loss: Any) -> None:
 
 @pytest.mark.parametrize("build", BUILDS, ids=["float32", "float64", "bfloat16", "mixed"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
-@with_every_overlap
-def test_a_clip_is_clip_grad_norm(overlap: Overlap, scaled: bool, build: Callable[[], Any]) -> None:
+def test_a_clip_is_clip_grad_norm(scaled: bool, build: Callable[[], Any]) -> None:
     """They are equal bit for bit, with gradients below and above the norm, and parameters without gradients."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=1000.0, enabled=scaled) for _ in "12"]
     options: dict[str, Any] = {"max_grad_norm": 0.01, "scaler": scalers[1], "bucket_mb": 1e-4}
-    twins = Twins(lambda net: adamw(net, lr=1e-3), build, overlap=overlap, **options)
+    twins = Twins(lambda net: adamw(net, lr=1e-3), build, **options)
     for step, factor in enumerate((1.0, 1e-4, 30.0, 1.0)):
         for net in twins.nets:
             net[5].requires_grad_(step != 3)
@@ -168,13 +163,12 @@ SCALERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@with_every_overlap
 @pytest.mark.parametrize("make", [lamb, clipping_lamb, adamw])
 @pytest.mark.parametrize("name", SCALERS)
-def test_scalers(name: str, make: Make, overlap: Overlap) -> None:
+def test_scalers(name: str, make: Make) -> None:
     """The third batch overflows: the step is skipped, and the scale falls."""
     scalers = [SCALERS[name]() for _ in "12"]
-    twins = Twins(make, overlap=overlap, scaler=scalers[1])
+    twins = Twins(make, scaler=scalers[1])
     for step in range(6):
         for (net, optimizer), scaler in zip(twins, scalers, strict=True):
             scaled_step(scaler, optimizer, loss_of(net, step) * (torch.inf if step == 2 else 1.0))
@@ -209,9 +203,8 @@ def test_a_scaler_that_was_not_passed(make: Make, name: str) -> None:
 # ---- groups, schedules, hooks, reports ------------------------------------------------------------------------------
 
 
-@with_every_overlap
-def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
-    twins = Twins(lambda net: in_groups(kind, net), overlap=overlap)
+def test_groups_and_schedules(kind: Kind) -> None:
+    twins = Twins(lambda net: in_groups(kind, net))
     for step in range(6):
         if step == 3:
             for _, optimizer in twins:
@@ -225,11 +218,10 @@ def test_groups_and_schedules(kind: Kind, overlap: Overlap) -> None:
     assert twins.offloaded.explain().startswith(twins.plain.explain())
 
 
-@with_every_overlap
 @pytest.mark.parametrize("make", [lamb, lamb_with_a_tensor, adamw])
-def test_schedulers_of_torch(make: Make, overlap: Overlap, recwarn: pytest.WarningsRecorder) -> None:
+def test_schedulers_of_torch(make: Make, recwarn: pytest.WarningsRecorder) -> None:
     """OneCycleLR writes betas, too, and a tensor as lr is written in place."""
-    twins = Twins(make, overlap=overlap)
+    twins = Twins(make)
     both = [[StepLR(o, 2), OneCycleLR(o, 0.2, total_steps=8)] for _, o in twins]
     for step in range(6):
         for (net, optimizer), schedulers in zip(twins, both, strict=True):
@@ -253,16 +245,15 @@ def test_hooks_of_the_optimizer_run_once() -> None:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-@with_every_overlap
 @pytest.mark.parametrize("first", [False, True], ids=["plain-first", "offloaded-first"])
 @with_both_makes
-def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap: Overlap) -> None:
+def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool) -> None:
     """A run continues from a checkpoint of the other kind; the model is loaded first or last."""
     whole, nets = network(), (network(), network())
     reference = make(whole)
     train(whole, reference, range(6))
     optimizers = [make(net) for net in nets]
-    optimizers[not first] = offloaded(nets[not first], optimizers[not first], overlap=overlap)
+    optimizers[not first] = offloaded(nets[not first], optimizers[not first])
     train(nets[0], optimizers[0], range(3))
     saved = saved_and_loaded({"model": nets[0].state_dict(), "optimizer": optimizers[0].state_dict()})
     if first:
@@ -284,10 +275,9 @@ def test_checkpoints_are_those_of_the_optimizer(make: Make, first: bool, overlap
             assert torch.equal(torch.as_tensor(ours["state"][key][name]), torch.as_tensor(value))
 
 
-@with_every_overlap
 @with_both_makes
-def test_a_checkpoint_loaded_between_backward_and_step_keeps_the_gradients(make: Make, overlap: Overlap) -> None:
-    twins = Twins(make, overlap=overlap)
+def test_a_checkpoint_loaded_between_backward_and_step_keeps_the_gradients(make: Make) -> None:
+    twins = Twins(make)
     for net, optimizer in twins:
         train(net, optimizer, range(2))
         saved = saved_and_loaded(optimizer.state_dict())
@@ -312,10 +302,9 @@ def test_an_optimizer_that_has_state_already() -> None:
 # ---- written weights ------------------------------------------------------------------------------------------------
 
 
-@with_every_overlap
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "master"])
-def test_weights_that_a_program_writes_are_taken_over(rounding: str, overlap: Overlap) -> None:
-    twins = Twins(lambda net: lamb(net, weight_rounding=rounding), lambda: network().bfloat16(), overlap=overlap)
+def test_weights_that_a_program_writes_are_taken_over(rounding: str) -> None:
+    twins = Twins(lambda net: lamb(net, weight_rounding=rounding), lambda: network().bfloat16())
     for step in range(5):
         for net, optimizer in twins:
             twins.offloaded.synchronize()

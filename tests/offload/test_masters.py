@@ -1,4 +1,4 @@
-"""Float32 masters of 16-bit weights equal `weight_rounding="master"`, with every overlap and in checkpoints."""
+"""Float32 masters of 16-bit weights equal `weight_rounding="master"`, also in checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.cases import Kind, needs_grad_dtype
-from tests.support.offloading import OVERLAPS, Overlap, Twins, loss_of, network, offloaded, train
+from tests.support.offloading import Twins, loss_of, network, offloaded, train
 from tests.support.optimizer_runs import assert_bitwise, saved_and_loaded
 
 LOW = (torch.bfloat16, torch.float16)
@@ -21,11 +21,10 @@ def make(kind: Kind, net: nn.Module, **options: Any) -> Any:
 
 @needs_grad_dtype
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_they_are_the_optimizers_own(kind: Kind, overlap: Overlap, dtype: torch.dtype) -> None:
+def test_they_are_the_optimizers_own(kind: Kind, dtype: torch.dtype) -> None:
     nets = network().to(dtype), network().to(dtype)
     plain = make(kind, nets[0], weight_rounding="master")
-    theirs = offloaded(nets[1], make(kind, nets[1]), overlap=overlap, masters=True)
+    theirs = offloaded(nets[1], make(kind, nets[1]), masters=True)
     for step in range(6):
         for net, optimizer in zip(nets, (plain, theirs), strict=True):
             if step == 3:
@@ -45,12 +44,11 @@ def test_they_are_the_optimizers_own(kind: Kind, overlap: Overlap, dtype: torch.
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.01])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_those_of_an_optimizer_of_torch(overlap: Overlap, max_grad_norm: float | None) -> None:
+def test_those_of_an_optimizer_of_torch(max_grad_norm: float | None) -> None:
     """A float32 twin is stepped with the same gradients."""
     net, twin = network().bfloat16(), network().bfloat16().float()
     inner = torch.optim.AdamW(net.parameters(), lr=0.003)
-    theirs = offloaded(net, inner, overlap=overlap, masters=True, max_grad_norm=max_grad_norm)
+    theirs = offloaded(net, inner, masters=True, max_grad_norm=max_grad_norm)
     plain = torch.optim.AdamW(twin.parameters(), lr=0.003)
     for step in range(5):
         grads = torch.autograd.grad(loss_of(net, step), list(net.parameters()))

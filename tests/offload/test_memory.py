@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb
-from tests.support.offloading import OVERLAPS, Overlap, loss_of, network, offloaded, train
+from tests.support.offloading import loss_of, network, offloaded, train
 from tests.support.slow_copies import SlowCopies
 
 
@@ -45,14 +45,12 @@ class Link(torch.autograd.Function):
         return grad, made, None
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_the_device_holds_gradients_of_two_buckets(overlap: Overlap) -> None:
+def test_the_device_holds_gradients_of_two_buckets() -> None:
     """A bucket has four gradients, and copies are far slower than the backward pass."""
     chain = Chain(count=40, size=1000)
     optimizer = offloaded(
         chain,
         torch.optim.SGD(chain.parameters(), lr=1.0),
-        overlap=overlap,
         bucket_mb=0.016,
         copies=SlowCopies(bandwidth=1e6, seed=None),
     )
@@ -64,10 +62,9 @@ def test_the_device_holds_gradients_of_two_buckets(overlap: Overlap) -> None:
     assert all(weight.eq(-2).all() for weight in chain.weights)
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_slabs_are_made_at_once(overlap: Overlap) -> None:
+def test_slabs_are_made_at_once() -> None:
     net, copies = network(), SlowCopies()
-    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), overlap=overlap, copies=copies)
+    optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), copies=copies)
     made = list(copies.pinned_bytes)
     assert len(made) <= 5
     size = sum(param.nbytes for param in net.parameters())

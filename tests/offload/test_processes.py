@@ -1,8 +1,9 @@
-"""Forked and spawned processes beside an offloaded training."""
+"""Copies of an offloaded model, here and in forked and spawned processes."""
 
 from __future__ import annotations
 
 import copy
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from bighorn import Lamb
-from tests.support.offloading import OVERLAPS, Overlap, Twins, network, train
+from tests.support.offloading import Twins, loss_of, network, offloaded, train
+from tests.support.optimizer_runs import assert_bitwise
 from tests.support.processes import FORKS, LIMIT
 
 
@@ -41,29 +43,22 @@ def in_a_fork(calls: list[Callable[[], Any]]) -> list[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_fork_refuses_to_step(overlap: Overlap) -> None:
+def test_a_fork_refuses_to_step() -> None:
     """A separate process forks, since JAX, which other tests import, warns of every fork."""
-    process = FORKS.Process(target=refuse_to_step_in_a_fork, args=(overlap,))
+    process = FORKS.Process(target=refuse_to_step_in_a_fork)
     process.start()
     process.join(LIMIT)
     assert process.exitcode == 0
 
 
-def refuse_to_step_in_a_fork(overlap: Overlap) -> None:
+def refuse_to_step_in_a_fork() -> None:
     """A fork has no stepping thread, and would wait for it forever."""
-    twins = Twins(lamb, overlap=overlap)
+    twins = Twins(lamb)
     theirs = twins.offloaded
-    calls = [theirs.step, theirs.state_dict, twins.nets[1][0].state_dict, theirs._worker.close]
     twins.train(range(2))
-    step, state_dict, reads, close = in_a_fork(calls)
-    for said in [step, state_dict, *([reads] if overlap == "forward" else [])]:
-        assert "and this fork has no thread that steps: make model and optimizer in the process that trains" in said
-    assert close == "nothing"
-    theirs.synchronize()
-    step, state_dict, reads, close = in_a_fork(calls)
-    assert "this fork has no thread" in step
-    assert {state_dict, reads, close} == {"nothing"}
+    step, *reads = in_a_fork([theirs.step, theirs.state_dict, twins.nets[1][0].state_dict])
+    assert "and this fork has no thread that steps: make model and optimizer in the process that trains" in step
+    assert reads == ["nothing", "nothing"]
     twins.train(range(2, 4))
     twins.assert_equal()
 
@@ -80,7 +75,7 @@ def trained_elsewhere(net: nn.Module, found: Any) -> None:
 
 def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
     """Arguments are pickled as for a spawned process, which moves CPU weights to shared memory."""
-    twins = Twins(lamb, overlap="forward")
+    twins = Twins(lamb)
     twins.train(range(2))
     twins.offloaded.synchronize()
     found = FORKS.SimpleQueue()
@@ -91,3 +86,31 @@ def test_another_process_gets_a_model_that_is_not_offloaded() -> None:
     assert child.exitcode == 0
     twins.train(range(2, 4))
     twins.assert_equal()
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    """Copy as pickle does, which torch.save uses."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied: nn.Module = torch.load(file, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_a_file])
+def test_a_copy_of_the_model_is_not_offloaded(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    twins = Twins(lamb)
+    twins.train(range(3))
+    twins.assert_equal()
+    net = twins.nets[1]
+    copied = duplicate(net)
+    assert_bitwise(list(copied.parameters()), list(net.parameters()))
+    before = [param.clone() for param in net.parameters()]
+    loss_of(copied, 3).backward()
+    assert all(param.grad is not None for param in copied.parameters())
+    own = lamb(copied)
+    own.step()
+    copied.state_dict()
+    assert_bitwise(list(net.parameters()), before)
+    train(copied, offloaded(copied, own), range(4, 5))  # a copy can be offloaded
+    train(net, twins.offloaded, range(3, 4))

@@ -31,7 +31,6 @@ def lamb(net: nn.Module, **options: Any) -> Lamb:
         (TypeError, {"scaler": 1024}, "scaler must be a torch.amp.GradScaler or a LossScaler, not int"),
         (TypeError, {"bucket_mb": "large"}, "bucket_mb must be a number, not 'large'"),
         (TypeError, {"masters": "float32"}, "masters must be True or False, not 'float32'"),
-        (ValueError, {"overlap": "backward"}, "overlap='backward' is not known: use 'copies', 'forward'"),
         (ValueError, {"bucket_mb": 0}, "bucket_mb=0 is out of range: it must be"),
         (ValueError, {"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is out of range"),
         (ValueError, {"max_grad_norm": 1.0}, "max_grad_norm is an option of Lamb itself: give it to the optimizer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from bighorn import Lamb
 from bighorn.kernels import cores
 from bighorn.offloading.worker import Worker, near, team
 from tests.support.offloading import network, offloaded
+from tests.support.processes import LIMIT
 
 CPU = torch.device("cpu")
 
@@ -35,9 +37,9 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1))
     assert "stepped by 3 threads of the host (BIGHORN_NUM_THREADS)" in optimizer.explain()
-    assert optimizer._worker.submit(torch.get_num_threads).result() == 3
+    assert optimizer._worker.run(torch.get_num_threads) == 3
     assert torch.get_num_threads() == before
-    assert Worker(CPU).submit(lambda: 7).result() == 7
+    assert Worker(CPU).run(lambda: 7) == 7
 
 
 @pytest.mark.parametrize("name", ["BIGHORN_NUM_THREADS", "LOCAL_WORLD_SIZE"])
@@ -72,10 +74,14 @@ def test_the_numa_node_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_error_reaches_who_asks() -> None:
     worker = Worker(CPU)
-    job = worker.submit(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        job.result()
-    assert worker.submit(lambda: 1).result() == 1
-    thread = worker.thread
-    worker.close()
+        worker.run(lambda: 1 // 0)
+    assert worker.run(lambda: 1) == 1
+
+
+def test_the_thread_ends_with_the_worker() -> None:
+    worker = Worker(CPU)
+    thread = worker.run(threading.current_thread)
+    del worker
+    thread.join(LIMIT)
     assert not thread.is_alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from tests.support.optimizer_runs import assert_bitwise
 from tests.support.sharded_runs import full
 from tests.support.slow_copies import SlowCopies
 
-Overlap = Literal["copies", "forward"]
-OVERLAPS: tuple[Overlap, ...] = ("copies", "forward")
 SMALL_BUCKET = 0.0005
 """In megabytes; `network()` has five buckets of this size."""
 

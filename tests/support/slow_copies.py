@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from bighorn.offloading.copies import Pairs
-from bighorn.offloading.worker import Latch
 
 
 class SlowArrival:
     """The end of copies in a thread."""
 
     def __init__(self) -> None:
-        self.ended = Latch()
+        self.ended = threading.Event()
         self.error: BaseException | None = None
 
     def synchronize(self) -> None:

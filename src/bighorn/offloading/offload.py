@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from bighorn.distributed.step_in_parts import BighornOptimizer, whole_step_reaso
 from bighorn.offloading.copies import AcceleratorCopies, Copies
 from bighorn.offloading.optimizer import OffloadedOptimizer
 
-OVERLAPS = ("copies", "forward")
-
 DDP = (
     "DistributedDataParallel averages gradients after they are there, so that every rank would step with its own: use "
     "fully_shard, which hands over averages"
@@ -29,7 +26,6 @@ def offload(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    overlap: Literal["copies", "forward"] = "copies",
     masters: bool = False,
     max_grad_norm: float | None = None,
     scaler: GradScaler | None = None,
@@ -38,9 +34,10 @@ def offload(
 ) -> OffloadedOptimizer:
     """Keep an optimizer's state in the host's memory, and step there, beside the passes of a model on a device.
 
-    Weights stay on the device. Gradients leave it in buckets while `backward()` runs, and are freed there; the CPU
-    steps weights of its own, and sends them back. The training loop does not change. The returned optimizer takes the
-    place of the one passed, also for schedulers and checkpoints, whose contents are as if nothing were offloaded.
+    Weights stay on the device. Gradients leave it in buckets while `backward()` runs, and are freed there. `step()`
+    steps each bucket on the CPU while the new weights of the one before are copied back. The training loop does not
+    change. The returned optimizer takes the place of the one passed, also for schedulers and checkpoints, whose
+    contents are as if nothing were offloaded.
 
     Results equal the same optimizer on the CPU with the same gradients, bit for bit, also with `max_grad_norm`
     below. The exception is Lamb's and Came's own `max_grad_norm` and `skip_nonfinite`: the device adds up the squares
@@ -53,10 +50,6 @@ def offload(
     Args:
         model: A model on a device; with FSDP2, call this after `fully_shard`.
         optimizer: A Lamb, Came or Lars, or one of `torch.optim` over the model's parameters. It may have state.
-        overlap: What runs beside other work of the device. With "copies", gradients travel during `backward()`, and
-            `step()` steps each bucket while the weights of the one before travel back. With "forward", `step()` returns
-            at once, and the forward and the `state_dict()` of each module wait for its weights; any other code that
-            reads weights must call `synchronize()` first, such as one that copies the model. Default: "copies".
         masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
             computes what their `weight_rounding="master"` does. Default: False.
         max_grad_norm: Clip as `clip_grad_norm_(params, max_grad_norm)` does, for an optimizer of `torch.optim`, with
@@ -91,7 +84,6 @@ def offload(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler or a LossScaler, not {type(scaler).__name__}")
-    arguments.choice(*OVERLAPS)("overlap", overlap)
     arguments.flag("masters", masters)
     arguments.max_norm("max_grad_norm", max_grad_norm)
     arguments.positive("bucket_mb", bucket_mb)
@@ -101,14 +93,13 @@ def offload(
         scaler = None
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = device_of(params, stands_in=copies is not None)
-    reason = unsupported_reason(model, optimizer, overlap, masters=masters, clips=max_grad_norm is not None)
+    reason = unsupported_reason(model, optimizer, masters=masters, clips=max_grad_norm is not None)
     if reason is not None:
         raise ValueError(f"the optimizer cannot be offloaded: {reason}")
     return OffloadedOptimizer(
         model,
         optimizer,
         AcceleratorCopies(device) if copies is None else copies,
-        overlap=overlap,
         masters=masters,
         max_grad_norm=max_grad_norm,
         scaler=scaler,
@@ -140,15 +131,13 @@ def device_of(params: Sequence[Tensor], stands_in: bool) -> torch.device:
     return device
 
 
-def unsupported_reason(
-    model: nn.Module, optimizer: Optimizer, overlap: str, *, masters: bool, clips: bool
-) -> str | None:
+def unsupported_reason(model: nn.Module, optimizer: Optimizer, *, masters: bool, clips: bool) -> str | None:
     """The reason why an optimizer of a model cannot be offloaded like that, with the remedy, or None."""
     return (
         _model_reason(model, optimizer)
         or _masters_reason(optimizer, masters)
         or _optimizer_reason(optimizer, clips)
-        or _sharded_reason(optimizer, overlap, clips)
+        or _sharded_reason(optimizer, clips)
     )
 
 
@@ -193,14 +182,7 @@ def _masters_reason(optimizer: Optimizer, masters: bool) -> str | None:
     return None
 
 
-def _sharded_reason(optimizer: Optimizer, overlap: str, clips: bool) -> str | None:
-    if not any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
-        return None
-    if clips:
+def _sharded_reason(optimizer: Optimizer, clips: bool) -> str | None:
+    if clips and any(sharding.is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         return "max_grad_norm of offload() knows the norms of this rank's shards only: use Lamb's or Came's own"
-    if overlap == "copies":
-        return None
-    return (
-        f"overlap={overlap!r} would send sums between ranks from two threads, since parameters are sharded: use "
-        'overlap="copies"'
-    )
+    return None

@@ -19,7 +19,6 @@ from bighorn.distributed import sharding
 from bighorn.distributed.grad_scaler import StandIn
 from bighorn.distributed.step_in_parts import BighornOptimizer
 from bighorn.offloading.copies import Copies
-from bighorn.offloading.forward import before_use
 from bighorn.offloading.params import (
     OffloadedParam,
     SharedOptions,
@@ -28,13 +27,9 @@ from bighorn.offloading.params import (
     with_masters,
 )
 from bighorn.offloading.step import NUMBER_BYTES, OffloadedStep, StepSetup
-from bighorn.offloading.worker import Job, Worker
+from bighorn.offloading.worker import Worker
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-BESIDE = {
-    "copies": "gradients travel during backward(), new weights during step()",
-    "forward": "gradients travel during backward(); they are stepped, and new weights travel, during the next forward",
-}
 
 
 class OffloadedOptimizer(Optimizer):
@@ -44,7 +39,6 @@ class OffloadedOptimizer(Optimizer):
 
     Attributes:
         optimizer: The optimizer that was passed, which steps the host's parameters.
-        overlap: The work that runs beside other work of the device.
     """
 
     # With this attribute, a scaler calls step(), whose error gives the remedy.
@@ -56,16 +50,15 @@ class OffloadedOptimizer(Optimizer):
         optimizer: Optimizer,
         copies: Copies,
         *,
-        overlap: str,
         masters: bool,
         max_grad_norm: float | None,
         scaler: GradScaler | None,
         bucket_bytes: int,
     ) -> None:
-        self.optimizer, self.overlap, self._copies = optimizer, overlap, copies
+        self.optimizer, self._copies = optimizer, copies
         self._worker = Worker(optimizer.param_groups[0]["params"][0].device)
         # The stepping thread takes the memory from its NUMA node.
-        self._groups = self._worker.submit(lambda: offloaded_params(model, optimizer, copies, masters=masters)).result()
+        self._groups = self._worker.run(lambda: offloaded_params(model, optimizer, copies, masters=masters))
         self._params = {id(param.device): param for group in self._groups for param in group}
         params = list(self._params.values())
         self._sharded = any(sharding.is_sharded(param.device) for param in params)
@@ -78,7 +71,6 @@ class OffloadedOptimizer(Optimizer):
             clips_itself and not self._sharded,
             max_grad_norm,
             scaler,
-            overlap == "forward",
             copies.pinned(NUMBER_BYTES),
         )
         self._current = OffloadedStep(self._setup)
@@ -89,7 +81,7 @@ class OffloadedOptimizer(Optimizer):
         self._adopt(optimizer)
         self._options = SharedOptions(self.param_groups, optimizer)
         self.read_weights()
-        self._register(model)
+        self._register()
 
     def _adopt(self, optimizer: Optimizer) -> None:
         """Give an optimizer the host's parameters, with the state of the model's, and take its step hooks."""
@@ -103,7 +95,7 @@ class OffloadedOptimizer(Optimizer):
             setattr(optimizer, name, OrderedDict())
         optimizer.register_step_pre_hook(_refuse_inner_step)
 
-    def _register(self, model: nn.Module) -> None:
+    def _register(self) -> None:
         # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
         mine = weakref.ref(self)
 
@@ -113,8 +105,6 @@ class OffloadedOptimizer(Optimizer):
 
         trained = [param.device for param in self._params.values() if param.device.requires_grad]
         handles = [tensor.register_post_accumulate_grad_hook(on_grad) for tensor in trained]  # type: ignore[no-untyped-call]
-        if self.overlap == "forward":
-            handles += before_use(model, weakref.WeakMethod(self._wait_for))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     # ---- what an optimizer has --------------------------------------------------------------------------------------
@@ -271,7 +261,7 @@ class OffloadedOptimizer(Optimizer):
         self._read_written(self._setup.params)
 
     def explain(self) -> str:
-        """Return the optimizer's explanation, the places of tensors, the stepping threads, and the overlap."""
+        """Return the optimizer's explanation, the places of tensors, the stepping threads, and the copies."""
         inner = getattr(self.optimizer, "explain", None)
         params, worker = self._setup.params, self._worker
         cpus = f", on the {len(worker.cpus)} CPUs near the device" if worker.cpus else ""
@@ -282,7 +272,7 @@ class OffloadedOptimizer(Optimizer):
         )
         weights, grads = sum(p.weights.nbytes for p in params), sum(p.grad.nbytes for p in params)
         lines.append(f"host memory besides state: {weights:,} bytes of weights, {grads:,} of gradients")
-        lines.append(f'overlap="{self.overlap}": {BESIDE[self.overlap]}')
+        lines.append("gradients are copied during backward(), new weights during step()")
         return "\n".join(lines)
 
     # ---- hooks that torch calls -------------------------------------------------------------------------------------
@@ -306,21 +296,6 @@ class OffloadedOptimizer(Optimizer):
         """Send the last bucket; autograd does not call this if the backward pass ends with an error."""
         self._current.close()
         self._current.in_pass = False
-
-    def _wait_for(self, params: list[Tensor]) -> None:
-        """Forward pre-hook and `state_dict` pre-hook: wait until a module's weights are new."""
-        step = self._current
-        if step.job is None:
-            return
-        held = [self._params[id(param)] for param in params if id(param) in self._params]
-        for bucket in dict.fromkeys(bucket for param in held if (bucket := step.bucket_of.get(param)) is not None):
-            if step.returned:
-                self._worker.check_process()
-                bucket.sent.wait()
-            if step.returned and bucket.weights is not None:
-                bucket.weights.wait()
-            else:
-                self._end_last_step()  # raises the error of the step, or the step was skipped
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
@@ -360,49 +335,41 @@ class OffloadedOptimizer(Optimizer):
         return count
 
     def _take_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Let the stepping thread take the step, and wait for its end, or until all checks of it have passed."""
+        """Let the stepping thread take the step, and wait for its end."""
         step = self._current
         step.send_numbers(grad_scale, found_inf)
         self._read_written([param for param in self._setup.params if param in step.bucket_of])
-        # Noted before it is queued, so that the next call finds the job after Ctrl-C at any point.
-        job = step.job = step.new_job()
-        try:
-            self._worker.jobs.put(job)
-            if self.overlap == "forward":
-                step.prepared.wait()
-            if self.overlap != "forward" or step.error is not None:
-                self._end(step, job)
-            step.returned = True
-        except BaseException:
-            if not job.cancel():
-                step.wait(job)
-            raise
+        step.submitted, step.ran = True, False
+        self._worker.run(step.run)
+        self._end(step)
+        step.returned = True
 
-    def _end(self, step: OffloadedStep, job: Job[None]) -> None:
-        """Wait for the end of a step, and raise its error."""
-        step.wait(job)
+    def _end(self, step: OffloadedStep) -> None:
+        """End a step that the stepping thread has taken, and raise its error."""
+        step.end()
         if step.error is None:
             self._options.exchange()
             return
-        error, step.returned = step.error, False
         if not step.has_written:
-            step.job = None  # everything is as before
-            raise error
+            step.submitted = False  # everything is as before
+            raise step.error
         step.failure = step.describe_failure()
-        raise RuntimeError(step.failure) from error
+        raise RuntimeError(step.failure) from step.error
 
     def _end_last_step(self) -> bool:
-        """Wait for the end of the last step; return whether Ctrl-C had left it, and it was taken nevertheless."""
+        """End the last step; return whether Ctrl-C had left it, and it was taken nevertheless."""
         step = self._current
         if step.failure is not None:
             raise RuntimeError(step.failure) from step.error
-        if step.job is None:
+        if not step.submitted:
             return False
-        self._worker.check_process()
-        if not step.returned and step.job.cancel():
-            step.job = None
-            return False
-        self._end(step, step.job)
+        if not step.returned:
+            self._worker.check_process()
+            self._worker.run(int)  # it may still be running
+            if not step.ran:
+                step.submitted = False
+                return False
+            self._end(step)
         self._current = OffloadedStep(self._setup)
         if step.returned:
             return False

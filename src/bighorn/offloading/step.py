@@ -2,13 +2,13 @@
 
 In the thread of the training loop, `add` puts gradients into buckets, which are sent to the host as they fill, `close`
 sends the last one, and `send_numbers` sends the numbers that a clip and a scaler need. In the stepping thread,
-`run` waits for one part of the buckets after the other, steps it, and sends its new weights. `wait` ends the step.
+`run` waits for one part of the buckets after the other, steps it, and sends its new weights. `end` ends the step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from bighorn.distributed.grad_scaler import inverse
 from bighorn.distributed.step_in_parts import BighornOptimizer, StepsInParts, step_in_parts
 from bighorn.offloading.copies import Arrival, Copies
 from bighorn.offloading.params import OffloadedParam
-from bighorn.offloading.worker import Job, Latch
 from bighorn.square_sums import root, square_sums
 
 NUMBER_BYTES = 3 * 8
@@ -36,8 +35,6 @@ class TransferBucket:
     """The gradients on the device, until they have arrived."""
     arrival: Arrival | None
     """The end of the gradients' copies, while it is not known to have come."""
-    sent: Latch = field(init=False)
-    """Set when the new weights have been sent, or never will be."""
     weights: Arrival | None = None
     """The end of the new weights' copies; None: the parameters have not taken the step."""
 
@@ -62,7 +59,6 @@ class TransferBucket:
         torch.autograd.graph.increment_version([param.device for param in self.params])
         for param in self.params:
             param.note_equal()
-        self.sent.set()
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ class StepSetup:
     Attributes:
         needs_square_sum: Whether the optimizer clips, or skips a step, by the norm of all gradients.
         max_grad_norm: The norm to which gradients are clipped here, by no optimizer; None: they are not.
-        last_first: Whether the buckets that were sent last, which the next forward pass uses first, are stepped first.
         memory: NUMBER_BYTES of the host's memory that the device reaches.
     """
 
@@ -83,15 +78,14 @@ class StepSetup:
     needs_square_sum: bool
     max_grad_norm: float | None
     scaler: GradScaler | None
-    last_first: bool
     memory: Tensor
 
 
 class OffloadedStep:
     """The whole state of one step; the next step is another object.
 
-    An interrupt (Ctrl-C) can come between any two instructions of the training loop's thread. That thread changes the
-    state so that the next call either finishes or forgets what an interrupt leaves.
+    An interrupt (Ctrl-C) can come anywhere in the training loop's thread. The stepping thread takes the whole step all
+    the same, and the next call finds from `submitted` and `ran` whether it was taken.
 
     Args:
         setup: What all steps have in common.
@@ -105,12 +99,12 @@ class OffloadedStep:
         """The bucket of each parameter that has a gradient for this step; None until it is sent."""
         self.in_pass = False
         """Whether gradients are being collected; this stays so if the backward pass has failed."""
-        self.job: Job[None] | None = None
-        """The job of the stepping thread, which is noted before it is queued."""
+        self.submitted = False
+        """Whether the stepping thread may have begun the step; noted before it is."""
+        self.ran = False
+        """Whether the stepping thread has ended it."""
         self.returned = False
-        """Whether `step()` has returned, so that the program knows of the job."""
-        self.prepared: Latch
-        """Set when all errors have been found that can be found before the first parameter is written."""
+        """Whether `step()` has returned, so that the program knows of the step."""
         self.in_doubt: list[OffloadedParam] = []
         """The parameters that are being stepped."""
         self.error: BaseException | None = None
@@ -207,14 +201,9 @@ class OffloadedStep:
 
     # ---- arithmetic, in the stepping thread -------------------------------------------------------------------------
 
-    def new_job(self) -> Job[None]:
-        """Return the job of the stepping thread; an earlier one may have failed before it wrote anything."""
-        self.error, self.in_doubt, self.prepared = None, [], Latch()
-        for bucket in self.buckets:
-            bucket.sent = Latch()
-        return Job(self._run)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Take the step, and note its error; an earlier try may have failed before it wrote anything."""
+        self.error, self.in_doubt = None, []
         try:
             for bucket in self.buckets:
                 bucket.bind(True)
@@ -224,12 +213,11 @@ class OffloadedStep:
         finally:
             for bucket in self.buckets:
                 bucket.bind(False)
-                bucket.sent.set()
-            self.prepared.set()
+            self.ran = True
 
     def _take_step(self) -> None:
         optimizer, factors, scaled = self.setup.optimizer, list[Tensor](), set[int]()
-        parts = step_parts(self.buckets[::-1] if self.setup.last_first else self.buckets)
+        parts = step_parts(self.buckets)
         clips_itself = isinstance(optimizer, BighornOptimizer)
         if not clips_itself and isinstance(optimizer, StepsInParts):
             parts = [self.buckets]  # since it does not report when a part has taken the step
@@ -240,7 +228,6 @@ class OffloadedStep:
             self.in_doubt = []
             for bucket in parts[part]:
                 bucket.land()
-            self.prepared.set()
             self.in_doubt = params[part]
             for factor in factors if part not in scaled else ():
                 torch._foreach_mul_([param.grad for param in params[part]], factor)
@@ -288,9 +275,8 @@ class OffloadedStep:
 
     # ---- the end, in the thread of the training loop ----------------------------------------------------------------
 
-    def wait(self, job: Job[None]) -> None:
-        """Wait for the job, let the device wait for new weights, and note an error of their copies."""
-        job.wait()
+    def end(self) -> None:
+        """Let the device wait for new weights, and note an error of their copies."""
         for bucket in self.buckets:
             try:
                 if bucket.weights is not None:

@@ -131,7 +131,6 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             factors.r[k] *= f->clip;
-            fetch_for_next_pass(job, row->weights.data, row->weights.type, start, s.n);
             if (is_ready(row->state_type)) {
                 g[k] = grad_in_place(job, start, s.n, &buffers[k]);
                 m[k] = at(row->exp_avg, row->state_type, start);

@@ -65,7 +65,6 @@ static void add_squares(const FactoredJob *job, const FactoredTile *part, Factor
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             g[k] = grad_in_place(job, start, s.n, &buffers[k]);
-            fetch_for_next_pass(job, job->row->exp_avg, job->row->state_type, start, s.n);
         }
         FOR_TYPE(square_loop, s.count, grad_type(job), s.n, g, job->grad_scale, elements, row_sums);
         factored_add_piece(job, &job->square, t, &s, row_sums, sums);

@@ -34,16 +34,6 @@ FORCE_INLINE const void *grad_in_place(const FactoredJob *job, int64_t start, in
 
 static inline int grad_type(const FactoredJob *job) { return job->gradient->type == BFLOAT16 ? BFLOAT16 : FLOAT32; }
 
-/* Begins to load what the next pass over a small tensor reads: a processor's own prefetching begins anew with each page
- * of a tensor, so that a pass over 16 KB would mostly wait for memory. GCC 12 removes calls of this function unless it
- * is inlined, because it has no result. */
-FORCE_INLINE void fetch_for_next_pass(const FactoredJob *job, const void *data, int type, int64_t start, int n) {
-    if (job->gradient->size > L2_CACHE_ELEMS) return;
-    const int64_t halves = type == INT4 ? 1 : type == INT8 ? 2 : type == FLOAT32 ? 8 : 4;
-    const char *first = (const char *)data + start * halves / 2;
-    for (int64_t i = 0; i < n * halves / 2; i += 64) __builtin_prefetch(first + i, 1, 2);
-}
-
 /* ---- several rows in one loop ---------------------------------------------------------------------------- */
 
 /* The start of a sum: GCC removes an addition to -0, and not one to 0. */

@@ -286,27 +286,19 @@ static LayerSums careful_sums(const LayerChunk *b, const LambFloats *f) {
     return sums;
 }
 
-/* Updates the moments and computes u, and updates x if `step` is not NULL. Two blocks are processed together, since the
- * codes of a block depend on its scales: this saves 4% of the time. */
+/* Updates the moments and computes u, and updates x if `step` is not NULL. */
 static LayerSums step_block(const LayerChunk *b, const LambFloats *f, const float *step, float *update) {
     const int type = type_of(b, f);
-    const int64_t inner = b->row->inner, end = b->start + b->size;
     LambLaneSums lane_sums = {{0}, {0}, {0}};
-    LambQuantBlock blocks[2];
-    for (CodecPart part = first_codec_part(inner, b->start, end); part.size > 0;) {
-        int count = 0;
-        for (; count < 2 && part.size > 0; part = next_codec_part(inner, part, end)) {
-            LambQuantBlock *next = &blocks[count++];
-            place_block(next, b->row, part, update ? update + (part.start - b->start) : NULL);
-            load_block_codes(next);
-            load_block_weights(next, type);
-            load_block_grad(next, b, f);
-            FOR_FORMS(next, advance_as, *f);
-        }
-        for (int i = 0; i < count; i++) {
-            store_moments(&blocks[i], f, &lane_sums);
-            if (step) apply_update(*f, *step, &blocks[i], blocks[i].u);
-        }
+    LambQuantBlock block;
+    EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
+        place_block(&block, b->row, part, update ? update + (part.start - b->start) : NULL);
+        load_block_codes(&block);
+        load_block_weights(&block, type);
+        load_block_grad(&block, b, f);
+        FOR_FORMS(&block, advance_as, *f);
+        store_moments(&block, f, &lane_sums);
+        if (step) apply_update(*f, *step, &block, block.u);
     }
     LayerSums sums = {0};
     EACH_LANE(lane) add_sums(&sums, (LayerSums){lane_sums.weight[lane], lane_sums.update[lane], lane_sums.inner[lane]});

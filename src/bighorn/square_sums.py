@@ -29,12 +29,8 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of each tensor: `[tensors]` in float64, or `[tensors, 2]` by :data:`SCALES`."""
     if not tensors:
         return no_square_sums(0, device=device)
-    if device.type == "cpu":
-        return _square_sums_on_cpu(tensors)
     if wide(device) == torch.float64:
-        if not capabilities(device).float64_norms:
-            tensors = [tensor.to(torch.float64) for tensor in tensors]
-        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square()
+        return _sums(tensors, device, order=2)
     norms: tuple[list[Tensor], ...] = tuple([] for _ in SCALES)
     for some in _divided(tensors):
         for found, scale in zip(norms, SCALES, strict=True):
@@ -44,16 +40,21 @@ def square_sums(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def product_sums(xs: Sequence[Tensor], ys: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return what `inner` needs of pairs of tensors: sums that add up like sums of squares, `[2 * pairs]` of them."""
-    positive = torch._foreach_mul(list(xs), list(ys))
-    roots = torch._foreach_sqrt(torch._foreach_abs(positive))
-    torch._foreach_clamp_min_(positive, 0.0)
-    torch._foreach_sqrt_(positive)
-    return square_sums([*positive, *roots], device)
+    products = torch._foreach_mul(list(xs), list(ys))
+    if wide(device) == torch.float64:
+        magnitudes = _sums(products, device, order=1)
+        torch._foreach_clamp_min_(products, 0.0)
+        return torch.cat([_sums(products, device, order=1), magnitudes])
+    roots = torch._foreach_sqrt(torch._foreach_abs(products))
+    torch._foreach_clamp_min_(products, 0.0)
+    torch._foreach_sqrt_(products)
+    return square_sums([*products, *roots], device)
 
 
 def inner(product_sums: Tensor) -> Tensor:
     """Return the inner product of each pair: the sums of positive products, and of the magnitudes of all products."""
-    positive, magnitudes = root(product_sums).square().chunk(2)
+    sums = product_sums if product_sums.dtype == torch.float64 else root(product_sums).square()
+    positive, magnitudes = sums.chunk(2)
     return 2 * positive - magnitudes
 
 
@@ -61,12 +62,18 @@ SERIAL = 1 << 14
 """The elements of a part of a tensor that a CPU adds up with one thread, so that no bits depend on threads."""
 
 
-def _square_sums_on_cpu(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sums of squares of parts, added up: the norm of a large tensor takes 3 times as long (torch 2.13)."""
+def _sums(tensors: Sequence[Tensor], device: torch.device, order: int) -> Tensor:
+    """Return the sum of the magnitudes (order 1) or squares (order 2) of each tensor, in float64."""
+    if device.type != "cpu":
+        if not capabilities(device).float64_norms:
+            tensors = [tensor.to(torch.float64) for tensor in tensors]
+        norms = torch.stack(torch._foreach_norm(list(tensors), order, dtype=torch.float64))
+        return norms.square() if order == 2 else norms
+    # In parts, added up: the norm of a large tensor takes 3 times as long on a CPU (torch 2.13).
     parts = [torch.split(tensor.reshape(-1), SERIAL) for tensor in tensors]
-    norms = torch._foreach_norm([part for each in parts for part in each], 2, dtype=torch.float64)
-    squares = torch.stack(norms).square()
-    return torch.stack([each.sum() for each in squares.split_with_sizes(list(map(len, parts)))])
+    norms = torch.stack(torch._foreach_norm([part for each in parts for part in each], order, dtype=torch.float64))
+    sums = norms.square() if order == 2 else norms
+    return torch.stack([each.sum() for each in sums.split_with_sizes(list(map(len, parts)))])
 
 
 SCALED_AT_ONCE = 1 << 25

@@ -20,6 +20,7 @@ from tests.device import stand_in
 from tests.device.calls import Calls
 from tests.device.devices import Device, on
 from tests.device.stand_in import COMPLETE, MODES
+from tests.support.case_options import is_matrix
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -32,16 +33,19 @@ FEW: Shapes = [(128, 64), (128,), (128, 128), (128,), (10, 128), (10,)]
 
 @dataclass(frozen=True)
 class Row:
-    """An optimizer, the calls of torch in a step for BERT's tensors, and the temporary bytes of a parameter."""
+    """An optimizer, the temporary bytes of a parameter, and the most calls of torch in a step for BERT's tensors.
+
+    One row of each kind of step has the calls, since a change of a common path moves them all.
+    """
 
     make: Callable[[list[Parameter]], Optimizer]
-    calls: int
     temporary: int
+    calls: int | None = None
     dtype: torch.dtype = torch.float32
 
 
 def lamb(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
-    return lambda params: Lamb(params, lr=0.01, weight_decay=0.01, **options)
+    return lambda params: Lamb([(str(i), p) for i, p in enumerate(params)], lr=0.01, weight_decay=0.01, **options)
 
 
 def came(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
@@ -55,29 +59,30 @@ def lars(**options: Any) -> Callable[[list[Parameter]], Optimizer]:
 LOW = torch.bfloat16
 
 ROWS = {
-    "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 8, 4),
-    "lamb": Row(lamb(), 38, 4),
-    "lamb-clip": Row(lamb(max_grad_norm=1.0), 49, 4),
-    "lamb-skip": Row(lamb(skip_nonfinite=True), 62, 4),
-    "lamb-cautious": Row(lamb(cautious=True), 50, 8),
-    "lamb-amsgrad": Row(lamb(second_moment="amsgrad"), 39, 4),
-    "lamb-float64": Row(lamb(), 35, 8, torch.float64),
-    "lamb-int8": Row(lamb(state_dtype="int8"), 158, 12),
-    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 44, 8),
-    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 95, 12, LOW),
-    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 62, 12, LOW),
-    "lamb-master": Row(lamb(weight_rounding="master"), 48, 12, LOW),
-    "came": Row(came(), 124, 4),
-    "came-cautious": Row(came(cautious=True), 149, 8),
-    "came-float64": Row(came(), 118, 8, torch.float64),
-    "came-int8": Row(came(state_dtype="int8"), 211, 12),
-    "came-int4": Row(came(state_dtype="int4"), 242, 26),
-    "came-stochastic": Row(came(weight_rounding="stochastic"), 236, 12, LOW),
-    "came-kahan": Row(came(weight_rounding="kahan"), 170, 12, LOW),
-    "came-master": Row(came(weight_rounding="master"), 142, 12, LOW),
-    "lars": Row(lars(), 30, 4),
-    "lars-clip": Row(lars(max_grad_norm=1.0), 40, 4),
-    "lars-int8": Row(lars(state_dtype="int8"), 94, 12),
+    "adamw-of-torch": Row(lambda params: torch.optim.AdamW(params, foreach=True), 4, 8),
+    "lamb": Row(lamb(), 4, 38),
+    "lamb-clip": Row(lamb(max_grad_norm=1.0), 4, 49),
+    "lamb-skip": Row(lamb(skip_nonfinite=True), 4),
+    "lamb-hyperball": Row(lamb(hyperball=True, exclude_from_weight_decay=is_matrix), 8, 103),
+    "lamb-cautious": Row(lamb(cautious=True), 8),
+    "lamb-amsgrad": Row(lamb(second_moment="amsgrad"), 4),
+    "lamb-float64": Row(lamb(), 8, dtype=torch.float64),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 12, 158),
+    "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 8),
+    "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 12, 95, dtype=LOW),
+    "lamb-kahan": Row(lamb(weight_rounding="kahan"), 12, dtype=LOW),
+    "lamb-master": Row(lamb(weight_rounding="master"), 12, dtype=LOW),
+    "came": Row(came(), 4, 124),
+    "came-cautious": Row(came(cautious=True), 8),
+    "came-float64": Row(came(), 8, dtype=torch.float64),
+    "came-int8": Row(came(state_dtype="int8"), 12, 211),
+    "came-int4": Row(came(state_dtype="int4"), 26),
+    "came-stochastic": Row(came(weight_rounding="stochastic"), 12, 236, dtype=LOW),
+    "came-kahan": Row(came(weight_rounding="kahan"), 12, dtype=LOW),
+    "came-master": Row(came(weight_rounding="master"), 12, dtype=LOW),
+    "lars": Row(lars(), 4, 30),
+    "lars-clip": Row(lars(max_grad_norm=1.0), 4),
+    "lars-int8": Row(lars(state_dtype="int8"), 12),
 }
 
 
@@ -135,10 +140,11 @@ def calls_of(name: str, shapes: Shapes = BERT) -> Counter[str]:
 
 
 @on(COMPLETE)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.calls is not None])
 def test_calls_of_torch_are_no_more_than_they_were(name: str) -> None:
-    found = calls_of(name)
-    assert found.total() <= ROWS[name].calls, f"{found.total()} calls: {found.most_common(12)}"
+    found, most = calls_of(name), ROWS[name].calls
+    assert most is not None
+    assert found.total() <= most, f"{found.total()} calls: {found.most_common(12)}"
 
 
 @on(COMPLETE)

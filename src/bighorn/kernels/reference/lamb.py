@@ -113,8 +113,9 @@ def ball_step(
         tensor(5.)
     """
     radius = radius.to(weight_norm.dtype)
-    p = lr * radius / update_norm
-    norm = (weight_norm**2 - 2 * p * inner + (lr * radius) ** 2).clamp(min=0).sqrt()
+    p = lr * radius
+    behind = p * (weight_norm - inner / update_norm)
+    norm = torch.add((weight_norm - p).square(), behind, alpha=2).clamp(min=0).sqrt()
     stays = (update_norm == 0) | (norm == 0)
     a = (radius / norm).masked_fill(stays, 1.0)
     return a, (a * radius / update_norm).masked_fill(stays, 0.0)

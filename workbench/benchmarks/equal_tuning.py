@@ -13,8 +13,9 @@ import math
 import re
 import statistics
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from bighorn_workbench.verdict import UNCLEAR, interval
 from equal_pictures import BASELINE
 from result_files import DOCS, RESULTS, load
 
-NOTEBOOK, SUMMARY = RESULTS / "equal-tuning.md", DOCS / "comparisons.md"
+NOTEBOOK, HYPERBALL, SUMMARY = RESULTS / "equal-tuning.md", RESULTS / "hyperball.md", DOCS / "comparisons.md"
+PAGES = NOTEBOOK, HYPERBALL, SUMMARY
 TABLES = re.compile(
-    r"(<!-- (equal tuning|four rates|summary|pairs|decays|sensitivity) of (\S+) -->\n).*?(<!-- end of the table -->)",
+    r"(<!-- (equal tuning|tuned|four rates|summary|pairs|decays|sensitivity|widths|many steps) of (\S+) -->\n).*?"
+    r"(<!-- end of the table -->)",
     re.DOTALL,
 )
 
@@ -153,15 +156,18 @@ def spread(cell: Cell) -> str:
     return f"{mean} ({low}-{high})"
 
 
-def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]], comparisons: int) -> list[str]:
+def figures(
+    cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]] | None, comparisons: int
+) -> list[str]:
     """Return a row of the table: results on test data, figures of the trials, bytes and seconds.
 
     Args:
         cell: The optimizer.
         row: All of them at its batch size.
-        steps: The seconds of a step, by optimizer and batch size.
+        steps: The seconds of a step, by optimizer and batch size; None if they were not measured.
         comparisons: The comparisons with the baseline in the study.
     """
+    seconds = [] if steps is None else [_seconds(cell.saved["steps"] * min(steps[cell.name][str(cell.batch)]))]
     good = [lr for (lr, _), fine in zip(cell.trials, cell.good, strict=True) if fine]
     return [
         cell.name,
@@ -172,7 +178,7 @@ def figures(cell: Cell, row: list[Cell], steps: dict[str, dict[str, list[float]]
         str(1 + cell.good.index(True)),
         str(cell.lost),
         f"{cell.saved['state_bytes'] / 1e3:.0f} kB",
-        _seconds(cell.saved["steps"] * min(steps[cell.name][str(cell.batch)])),
+        *seconds,
     ]
 
 
@@ -216,18 +222,19 @@ def _about(name: str) -> list[str]:
     ]
 
 
-def equal_table(name: str) -> str:
+def equal_table(name: str, drawn: bool = True) -> str:
     """Return the tables of a comparison, one for each batch size, and its pictures if there are several."""
-    lines, steps, cells = _about(name), load(SECONDS)[name]["steps"], cells_of(name)
+    lines, timed, cells = _about(name), load(SECONDS).get(name), cells_of(name)
+    steps = None if timed is None else timed["steps"]
     for batch, row in cells.items():
         metric, unit = row[0].metric, "points" if is_share(row[0].metric) else "nats"
         head = ["optimizer", f"test {metric} (min-max)", f"{unit} from {BASELINE}", "good trials", "their rates"]
         lines += ["", f"At batch {batch:,} ({row[0].saved['steps']:,} steps):", ""]
         lines += _markdown(
-            [*head, "first good", "lost", "state", "seconds"],
+            [*head, "first good", "lost", "state", *["seconds"] * (steps is not None)],
             [figures(cell, row, steps, comparisons_of(cells)) for cell in row],
         )
-    if len(cells) == 1:
+    if len(cells) == 1 or not drawn:
         return "\n".join(lines) + "\n"
     metric = next(iter(cells.values()))[0].metric
     words = "; ".join(
@@ -341,13 +348,62 @@ def sensitivity(name: str) -> str:
     return "\n".join([*_command(saved), about, "", *_markdown(["change", *columns], rows)]) + "\n"
 
 
-KINDS = {
+def widths(name: str) -> str:
+    """Return the best rate of each optimizer at each width, and what the smallest width's costs at the largest."""
+    saved = load(name)
+    losses: dict[str, dict[int, dict[float, list[float]]]] = {}
+    for run, loss in saved["runs"].items():
+        width, optimizer, lr, _ = run.split()
+        found = losses.setdefault(optimizer, {}).setdefault(int(width), {}).setdefault(float(lr), [])
+        found.append(math.inf if loss is None else loss)
+    rows = []
+    for optimizer, of_width in losses.items():
+        means = {width: {lr: statistics.fmean(each) for lr, each in of.items()} for width, of in of_width.items()}
+        best = {width: min(of, key=lambda lr, of=of: of[lr]) for width, of in means.items()}  # type: ignore[misc]
+        small, large = min(best), max(best)
+        kept = means[large].get(best[small])
+        cost = "not tried" if kept is None else f"{kept - means[large][best[large]]:+.3f}"
+        cells = [f"{best[width]:g} ({means[width][best[width]]:.3f})" for width in sorted(best)]
+        rows.append([optimizer, *cells, f"x {best[large] / best[small]:.2g}", cost])
+    sizes = sorted({width for of in losses.values() for width in of})
+    head = ["optimizer", *(f"width {width}" for width in sizes), "its change", f"{sizes[0]}'s rate at {sizes[-1]}"]
+    return "\n".join([*_command(saved), *_markdown(head, rows)]) + "\n"
+
+
+def many_steps(name: str) -> str:
+    """Return the loss of each optimizer after many steps, at the share of its rate that validation data chose."""
+    saved = load(name)
+    losses: dict[str, dict[str, dict[str, float]]] = {}
+    for run, loss in saved["runs"].items():
+        optimizer, share, seed = run.split() if " trial " not in run else (run.split()[0], run.split()[2], "trial")
+        losses.setdefault(optimizer, {}).setdefault(share, {})[seed] = math.inf if loss is None else loss
+    finals = {}
+    for optimizer, of_share in losses.items():
+        [(share, of_seed)] = [(share, each) for share, each in of_share.items() if len(each) > 1]
+        finals[optimizer] = share, {seed: loss for seed, loss in of_seed.items() if seed != "trial"}
+    _, base = finals[BASELINE]
+    rows = []
+    for optimizer, (share, of_seed) in finals.items():
+        values = list(of_seed.values())
+        moved = interval([loss - base[seed] for seed, loss in of_seed.items()], len(finals) - 1)
+        words = "" if optimizer == BASELINE else _difference("loss", moved)
+        trials = ", ".join(f"{each['trial']:.3f}" for each in losses[optimizer].values())
+        spread_of = f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+        rows.append([optimizer, trials, share, spread_of, words])
+    head = ["optimizer", "held out, at 1, 0.5 and 0.25 of the rate", "chosen", "test loss (min-max)"]
+    return "\n".join([*_command(saved), *_markdown([*head, f"nats from {BASELINE}"], rows)]) + "\n"
+
+
+KINDS: dict[str, Callable[[str], str]] = {
     "equal tuning": equal_table,
+    "tuned": partial(equal_table, drawn=False),
     "four rates": rates_table,
     "summary": summary,
     "pairs": pairs,
     "decays": decays,
     "sensitivity": sensitivity,
+    "widths": widths,
+    "many steps": many_steps,
 }
 
 
@@ -372,7 +428,7 @@ def names(*kinds: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    for page in (NOTEBOOK, SUMMARY):
+    for page in PAGES:
         page.write_text(written(page))
     for shown in names("equal tuning"):
         for file, picture in pictures(shown).items():

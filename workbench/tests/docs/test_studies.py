@@ -30,7 +30,7 @@ def test_the_figures_are_those_of_the_files(page: Path) -> None:
 
 def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
     """To update tables and pictures, run `python workbench/benchmarks/equal_tuning.py`."""
-    for page in (equal_tuning.NOTEBOOK, equal_tuning.SUMMARY):
+    for page in equal_tuning.PAGES:
         assert page.read_text() == equal_tuning.written(page)
     for name in equal_tuning.names():
         saved = load(name)

@@ -24,11 +24,23 @@ def pytest_report_header() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
+SLOW = pytest.StashKey[dict[str, int]]()
+FEW = 5
+"""The most tests whose slow cases are listed one by one."""
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Return a line for each test whose cases beyond pairs of values are slow, in a run of a few tests."""
+    slow = config.stash.get(SLOW, {})
+    lines = [f"{name}: {count} cases beyond pairs of values are slow" for name, count in slow.items()]
+    return lines if len(lines) <= FEW else [f"{sum(slow.values())} cases of {len(lines)} tests are slow (make slow)"]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select tests, and start the longest first, so that they do not keep one worker busy at the end."""
     selection.one_skip_a_module(config, items)
-    selection.mark_beyond_pairs(items)
+    config.stash[SLOW] = selection.mark_beyond_pairs(items)
     items.sort(key=lambda item: "in_the_interpreter" not in item.name)
 
 

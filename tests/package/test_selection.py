@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import selection
+from tests.support import selection, tables
 from tests.support.tables import for_every
 
 
@@ -59,7 +59,8 @@ class Item:
 def test_each_two_values_meet_in_a_test_that_is_not_slow() -> None:
     axes = {"kind": "lc", "backend": "rfc", "move": "abcdef", "when": "xy"}
     items: list[Any] = [Item(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-    selection.mark_beyond_pairs(items)
+    slow = selection.mark_beyond_pairs(items)
+    assert slow == {"tests/test_module.py::test": sum(bool(item.marks) for item in items)}
     kept = [item.callspec.params for item in items if not item.marks]
     assert len(kept) < len(items) / 3
     for first, second in itertools.combinations(axes, 2):
@@ -71,3 +72,18 @@ def test_the_product_of_two_parameters_is_whole() -> None:
     items: list[Any] = [Item({"kind": kind, "backend": backend}) for kind in "lc" for backend in "rfc"]
     selection.mark_beyond_pairs(items)
     assert not any(item.marks for item in items)
+
+
+def test_a_row_of_a_table_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(tables, "ROW", "tw")
+
+    @tables.for_every("number", [1, 2, 12], ids=["one", "two", "twelve"])
+    def test(number: int) -> None:
+        ran.append(number)
+
+    test()
+    assert ran == [2, 12]
+    monkeypatch.setattr(tables, "ROW", "three")
+    with pytest.raises(pytest.skip.Exception, match="no row has ROW='three'"):
+        tables.for_every("number", [1])(lambda number: None)()  # noqa: ARG005

@@ -55,11 +55,12 @@ def parameters(item: pytest.Item) -> dict[str, object]:
     return {} if callspec is None else callspec.params
 
 
-def mark_beyond_pairs(items: list[pytest.Item]) -> None:
-    """Mark as slow all but a pairwise cover of the values of a test's parameters.
+def mark_beyond_pairs(items: list[pytest.Item]) -> dict[str, int]:
+    """Mark as slow all but a pairwise cover of the values of a test's parameters; return how many of each test.
 
     Most faults depend on the values of one or two parameters.
     """
+    slow: dict[str, int] = defaultdict(int)
     tests: dict[tuple[object, str], dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if len(parameters(item)) > 2 and not item.get_closest_marker("slow"):
@@ -69,6 +70,8 @@ def mark_beyond_pairs(items: list[pytest.Item]) -> None:
         for name, item in product.items():
             if name not in kept:
                 item.add_marker("slow")
+                slow[name.split("[", 1)[0]] += 1
+    return slow
 
 
 def pairs(item: pytest.Item) -> set[tuple[object, ...]]:

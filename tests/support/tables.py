@@ -1,9 +1,13 @@
-"""Tables of quick rows: one test runs all of them, and lists every row that fails."""
+"""Tables of quick rows: one test runs all of them, and lists every row that fails.
+
+``ROW=text pytest tests/...`` runs the rows alone whose label has this text.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -12,6 +16,9 @@ import pytest
 import torch
 
 Test: TypeAlias = Callable[..., None]
+
+ROW = os.environ.get("ROW", "")
+"""A part of the labels of the rows that run."""
 
 
 def for_every(
@@ -31,12 +38,15 @@ def for_every(
         label = next(given) if given else str(shown)
         table.append((label, dict(zip(named, param.values, strict=True))))
     assert table
+    chosen = [row for row in table if ROW in row[0]]
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def all_rows(**fixtures: Any) -> None:
             failures, skips = [], []
-            for label, values in table:
+            if not chosen:
+                pytest.skip(f"no row has ROW={ROW!r}")
+            for label, values in chosen:
                 torch.default_generator.manual_seed(0)
                 try:
                     test(**values, **fixtures)
@@ -44,9 +54,9 @@ def for_every(
                     skips.append(f"{label}: {skip.msg}")
                 except (Exception, pytest.fail.Exception):
                     failures.append(f"{label}:\n{traceback.format_exc()}")
-            assert not failures, f"{len(failures)} of {len(table)} rows fail\n" + "\n".join(failures)
+            assert not failures, f"{len(failures)} of {len(chosen)} rows fail\n" + "\n".join(failures)
             if skips:
-                pytest.skip(f"{len(table) - len(skips)} of {len(table)} rows pass, without {'; '.join(skips)}")
+                pytest.skip(f"{len(chosen) - len(skips)} of {len(chosen)} rows pass, without {'; '.join(skips)}")
 
         signature = inspect.signature(test)
         rest = [parameter for name, parameter in signature.parameters.items() if name not in named]

@@ -77,15 +77,35 @@ class Shard:
         return math.prod(self.shape)
 
     @property
-    def run(self) -> range | None:
-        """The positions of this rank's elements in the whole tensor, if they follow one another; None if not."""
+    def first(self) -> int:
+        """The position of this rank's first element in the whole tensor."""
         if self.elements is not None:
-            return self.elements
-        if self.size[1:] != self.shape[1:] and 0 not in self.size:
-            return None
-        inner = math.prod(self.shape[1:])
-        first = self.offset[0] * inner if self.size else 0
-        return range(first, first + math.prod(self.size))
+            return self.elements.start
+        return sum(offset * math.prod(self.shape[dim + 1 :]) for dim, offset in enumerate(self.offset))
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """The extents of this rank's elements, and their distances in the whole tensor, from the innermost on.
+
+        The first extent has distance 1: elements that follow one another, which may be one.
+
+        Example:
+            >>> Shard((8, 5, 4), (2, 5, 4), (6, 0, 0), frozenset({0})).runs
+            [(40, 1)]
+            >>> Shard((8, 5, 4), (8, 2, 4), (0, 2, 0), frozenset({1})).runs
+            [(8, 1), (8, 20)]
+        """
+        if self.elements is not None or 0 in self.size:
+            return [(math.prod(self.held), 1)]
+        runs = [(1, 1)]
+        for dim, size in reversed(list(enumerate(self.size))):
+            count, step = runs[-1]
+            stride = math.prod(self.shape[dim + 1 :])
+            if size != 1 and stride == count * step:
+                runs[-1] = count * size, step
+            elif size != 1:
+                runs.append((size, stride))
+        return runs
 
     def of_slice(self, here: bool) -> Shard:
         """Return the shard of a slice along dim 0: the box without that dim, or an empty one if not `here`."""
@@ -204,6 +224,10 @@ class Bucket(Generic[Options]):
     def metrics_address(self, i: int) -> int:
         """Return the address of the metrics of row `i`."""
         return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
+
+    def first_position(self, i: int) -> int:
+        """Return the position of the first element of row `i` in its parameter."""
+        return self.row_offsets[i] + (self.shards[i].first if self.shards else 0)
 
     def first_moment(self, i: int) -> Tensor:
         """Return the first moment of row `i`, for kernels that are compiled for its dtype."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +40,7 @@ def describe_gradient(g: Tensor) -> Any:
 def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> Any:
     """Return how the weights of row `i` of a bucket are stored, and their `position_layout`."""
     x, way = bucket.params[i], bucket.options.weight_rounding
-    offset, param_id = (first_position(bucket, i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
+    offset, param_id = (bucket.first_position(i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return library.STRUCTURES["Weights"](
         data=x.data_ptr(),
         aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
@@ -54,37 +52,10 @@ def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> An
     )
 
 
-def first_position(bucket: Bucket[Options], i: int) -> int:
-    """Return the position of the first element of row `i` in its parameter."""
-    if not bucket.shards:
-        return bucket.row_offsets[i]
-    shard = bucket.shards[i]
-    along = zip(shard.offset, contiguous_strides(shard.shape), strict=True)
-    return bucket.row_offsets[i] + sum(offset * stride for offset, stride in along)
-
-
 def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
-    """Return the layout of row `i` in its parameter; None if its elements are consecutive there."""
-    if not bucket.shards:
+    """Return the layout of row `i` in its parameter (csrc/numbers.h); None if its elements are consecutive there."""
+    runs = bucket.shards[i].runs if bucket.shards else []
+    if len(runs) < 2:
         return None
-    return layout(bucket.shards[i].size, bucket.shards[i].shape)
-
-
-def layout(sizes: Sequence[int], whole: Sequence[int]) -> array[int] | None:
-    """Return the layout (csrc/numbers.h) of a box of this size in a row-major tensor; None if it is consecutive."""
-    order, strides = contiguous_strides(sizes), contiguous_strides(whole)
-    dims = [d for d in range(len(sizes)) if sizes[d] > 1]
-    if all(order[d] == strides[d] for d in dims):
-        return None
-    merged: list[tuple[int, int]] = []  # dims that are consecutive in the whole tensor, too, are one dim
-    for d in dims:
-        size, stride = sizes[d], strides[d]
-        if merged and merged[-1][1] == size * stride:
-            size *= merged.pop()[0]
-        merged.append((size, stride))
-    return array("q", [len(merged), *(size for size, _ in merged), *(stride for _, stride in merged)])
-
-
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a row-major tensor."""
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    sizes, strides = zip(*runs[runs[0] == (1, 1) :][::-1], strict=True)
+    return array("q", [len(sizes), *sizes, *strides])

@@ -294,10 +294,7 @@ class Group(Generic[Options]):
 
     @cached_property
     def _along_blocks(self) -> tuple[Tensor, Tensor]:
-        firsts = [
-            self.bucket.row_offsets[i] + (shard.run or range(0)).start
-            for i, shard in zip(self.rows, self.shards, strict=True)
-        ]
+        firsts = list(map(self.bucket.first_position, self.rows))
         return dither_along(self.blocks.starts(firsts)), dither_along(torch.arange(BLOCK, device=self.device))
 
     def _random_bits(self, t: Tensor) -> Tensor:
@@ -316,8 +313,9 @@ class Group(Generic[Options]):
         """The positions of the rows' first elements in their parameters, and in all rows; None for other boxes."""
         firsts = []
         for i, shard in zip(self.rows, self.shards, strict=True):
-            first = self.bucket.row_offsets[i] + (shard.run or range(0)).start
-            if shard.run is None or first >> 32 != (first + len(shard.run)) >> 32:
+            (count, _), *others = shard.runs
+            first = self.bucket.first_position(i)
+            if others or first >> 32 != (first + count) >> 32:
                 return None
             firsts.append(first)
         starts = [0, *itertools.accumulate(x.numel() for x in self.x[:-1])]

@@ -237,17 +237,7 @@ def random_columns(bucket: Bucket[Any], i: int) -> dict[str, int]:
     """Return the key of a row's random bits, and the positions of its elements in the whole parameter; 0 without."""
     if not needs_rng_key(bucket):
         return dict.fromkeys(("KEY", "POSITION", "RUN", "RUNS", "RUN_STEP", "RUNS_STEP"), 0)
-    shard = shard_of(bucket, i)
-    strides = [math.prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
-    first = bucket.row_offsets[i] + sum(map(math.prod, zip(shard.offset, strides, strict=True)))
     key = rng_key(bucket.options.rounding_seed, bucket.param_ids[i])
-    runs = [(1, 1)]  # count and distance, from the innermost on
-    for size, stride in reversed(list(zip(shard.size, strides, strict=True))):
-        count, step = runs[-1]
-        if size != 1 and stride == count * step:
-            runs[-1] = count * size, step
-        elif size != 1:
-            runs.append((size, stride))
-    (run, _), (count, step), (_, far) = (*runs, (1, 0), (1, 0))[:3]
+    (run, _), (count, step), (_, far) = (*shard_of(bucket, i).runs, (1, 0), (1, 0))[:3]
     sizes = {"RUN": max(1, run), "RUNS": max(1, count), "RUN_STEP": step, "RUNS_STEP": far}
-    return {"KEY": key, "POSITION": first, **sizes}
+    return {"KEY": key, "POSITION": bucket.first_position(i), **sizes}

@@ -25,7 +25,7 @@ help:
 	@echo "make evidence   repeat each cell of the published comparisons, ten minutes; MNIST=DIR TEXT=FILE for those that need data"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make options   write what the C library knows of optimizers' options, csrc/options.h, from their classes"
-	@echo "make docs    build the site in build/site; a warning is an error"
+	@echo "make docs    write what pages take from the code, and build the site in build/site; a warning is an error"
 	@echo "make dist    build sdists and wheels of both distributions in dist, and try them in fresh environments"
 	@echo "make cross   compile the C library for Windows, macOS, ARM and musl, and run its steps under qemu and Wine"
 	@echo "make format  rewrite the code in the project's format"
@@ -80,6 +80,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 
 docs: $(STAMP)
+	$(BIN)/python docs/_ext/generated.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 # Tests that start processes wait for them: with three workers two cores take 456 s, with two 504, and with four no less.

@@ -166,7 +166,9 @@ def members(kind: type[Any], last: Callable[[type[Any]], bool]) -> dict[str, Any
             break
         for name, member in vars(one).items():
             thing = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if name[0] != "_" and inspect.getdoc(thing) and (isinstance(thing, property) or inspect.isfunction(thing)):
+            # torch writes a wrapper of `step` into the class of an optimizer that was constructed.
+            own = inspect.isfunction(thing) and thing.__qualname__ == f"{one.__qualname__}.{name}"
+            if name[0] != "_" and inspect.getdoc(thing) and (isinstance(thing, property) or own):
                 found.setdefault(name, thing)
     return found
 

@@ -100,7 +100,7 @@ def _refuse_to_save(distributed: Any, name: str, saved: set[str]) -> None:
             raise ValueError(
                 f"Megatron could not load what its {name} would save of {type(distributed.optimizer).__name__}, whose "
                 f"state is {', '.join(sorted(names))}: pass --no-save-optim, and save the optimizer on each rank "
-                "yourself, as docs/with-megatron.md shows"
+                "yourself, as docs/sharding.md shows"
             )
         return method(*args, **kwargs)
 

@@ -44,7 +44,7 @@ class OffloadedOptimizer(Optimizer):
 
     Attributes:
         optimizer: The optimizer that was passed, which steps the host's parameters.
-        overlap: The work that runs beside other work of the device.
+        overlap: The work that overlaps with the device.
     """
 
     # With this attribute, a scaler calls step(), whose error gives the remedy.

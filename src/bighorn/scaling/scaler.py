@@ -24,12 +24,10 @@ class LossScaler(GradScaler):
     """A `torch.amp.GradScaler` with a choice of policies, bounds, and one found_inf for all ranks, devices and meshes.
 
     Use it like torch's scaler, in your own training loop or in trainers that accept a GradScaler, with any torch
-    optimizer. Bighorn's optimizers unscale inside their step, which writes nothing on an overflow, so that the host
-    never waits.
+    optimizer. Bighorn's optimizers unscale inside the step and skip it on an overflow, so the host never waits.
 
-    Overflow is detected over all gradients of an optimizer together, after their reduction, so that an overflow on one
-    rank and one in the reduction are both found. If ranks can see different gradients, found_inf is the maximum over
-    ranks, with one all-reduce of one number:
+    An overflow is detected in all gradients of an optimizer, after their reduction. If ranks can see different
+    gradients, found_inf is the maximum over ranks, from one all-reduce of one number:
 
     * One process, DistributedDataParallel, and ZeroRedundancyOptimizer above it: every rank sees the same reduced
       gradients, so nothing is sent.
@@ -48,8 +46,8 @@ class LossScaler(GradScaler):
         skip_on_overflow: False: step even if gradients are not finite. Default: True.
         max_consecutive_overflows: The number of consecutive steps with an overflow after which the next one raises. The
             error comes one step late, so that the host need not wait for the device. None: never. Default: None.
-        process_group: The ranks that share found_inf, each of which must step as often as the others. None: as
-            described above. Default: None.
+        process_group: The ranks that share found_inf; all must take the same number of steps. None: as described
+            above. Default: None.
         enabled: False: everything passes through unscaled. Default: True.
 
     Raises:

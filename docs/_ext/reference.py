@@ -183,7 +183,7 @@ def methods(path: str, name: str = "", level: int = 3) -> list[str]:
     """Return the reference of the methods of a class."""
     kind = found(path)
     lines = []
-    for method, member in members(kind, is_documented).items():
+    for method, member in sorted(members(kind, is_documented).items()):
         lines += [f"{'#' * level} {name}.{method}".replace(" .", " "), ""]
         lines += [] if isinstance(member, property) else ["```text", *signature_lines(method, member), "```", ""]
         lines += body(member)

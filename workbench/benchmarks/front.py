@@ -225,10 +225,10 @@ def speed_picture() -> str:
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.15 * max(found.values()))
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter("{x:.0f}x")
-        axes.set_xlabel("Bighorn's speed of the same algorithm, BERT-base on a CPU")
+        axes.set_xlabel("times as fast, BERT-base on a CPU")
         return plots.standalone(to_svg(figure, "speed relative to other packages"), SHOWN)
 
 
@@ -253,6 +253,7 @@ def loss_picture() -> str:
             axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.25, linewidth=0)
         axes.set_xlabel("steps")
         axes.set_ylabel("loss on held-out text")
+        axes.set_ylim(2.35, 3.3)
         axes.yaxis.set_major_formatter("{x:.1f}")
         figure.legend(loc="outside upper left", ncols=1, fontsize=10)
         return plots.standalone(to_svg(figure, "loss of a language model over steps"), SHOWN)

@@ -75,7 +75,12 @@ def entries(text: str) -> dict[str, str]:
 def meanings(kind: type[Any]) -> dict[str, str]:
     """Return the meaning of each argument of a class, without the default that the signature has."""
     said = entries(sections(text_of(kind)).get("Args", ""))
-    return {name: re.sub(r" Default: [^.]*(\.\S[^.]*)*\.?$", "", words) for name, words in said.items()}
+    return {name: without_default(words) for name, words in said.items()}
+
+
+def without_default(words: str) -> str:
+    """Return the meaning of an argument without a default that a table has elsewhere, unless it is explained."""
+    return re.sub(r" ?Default: (?!.*\bwhich\b).*$", "", words)
 
 
 def cell(text: str) -> str:
@@ -93,7 +98,8 @@ def type_words(annotation: object) -> str:
 
 def default_words(value: object) -> str:
     """Return a default as code has it."""
-    return repr(value).replace("'", '"')
+    words = repr(value).replace("'", '"')
+    return "..." if words.startswith("<") else words
 
 
 def parameters(thing: Any) -> dict[str, inspect.Parameter]:
@@ -197,8 +203,7 @@ def body(thing: Any, tabled: bool = False) -> list[str]:
     for heading in ("Args", "Attributes"):
         said = entries(parts.get(heading, ""))
         if said and not tabled:
-            said = {name: re.sub(r" Default: .*$", "", words) for name, words in said.items()}
-            lines += arguments(thing, said)
+            lines += arguments(thing, {name: without_default(words) for name, words in said.items()})
     if "Returns" in parts:
         lines += [f"**Returns:** {' '.join(parts['Returns'].split())}", ""]
     if "Raises" in parts:

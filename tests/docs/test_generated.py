@@ -88,3 +88,10 @@ def test_a_page_has_no_directives_of_the_site(name: str) -> None:
     assert re.findall(r"^(?:```|:::)\{.*|.*\$\$.*", text, re.MULTILINE) == []
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     assert [formula for formula in re.findall(r"\$([^$\n]+)\$", prose) if re.search(r"\\[^a-zA-Z]", formula)] == []
+
+
+def test_a_default_that_is_explained_stays() -> None:
+    assert reference.without_default("The ranks. Default: None, which is all of them.") == (
+        "The ranks. Default: None, which is all of them."
+    )
+    assert reference.without_default("Decay, in [0, 1). Default: (0.9, 0.999).") == "Decay, in [0, 1)."

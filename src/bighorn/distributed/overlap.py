@@ -170,7 +170,7 @@ class TailOverlap:
         self.optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
-        """Wait for all gradients, so that every `.grad` is the average, as all code but `step()` requires.
+        """Wait for all gradients, so that every `.grad` is the average. All code except `step()` needs this.
 
         With a scaler the gradients are still scaled: call `scaler.unscale_(optimizer)`, if at all, before `step()`.
         """

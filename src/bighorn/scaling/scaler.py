@@ -166,7 +166,7 @@ class LossScaler(GradScaler):
         )
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients, unless `unscale_` has, and step unless one is not finite.
+        """Unscale the gradients, unless `unscale_` did, and step if all of them are finite.
 
         Args:
             optimizer: Any torch optimizer.

@@ -159,7 +159,7 @@ class LossScaler(GradScaler):
     def _give_up(self, overflows: int) -> NoReturn:
         raise FloatingPointError(
             f"{overflows} steps in a row overflowed (max_consecutive_overflows={self.max_consecutive_overflows}, the "
-            f"scale is {self.get_scale():g} now). Not finite were the gradients of "
+            f"scale is {self.get_scale():g} now), in the gradients of "
             f"{'; '.join(filter(None, map(OverflowReport.describe, self._overflow_reports)))}. If the scale is "
             "small, the model itself diverges: go back to a checkpoint, and lower the learning rate or keep these "
             "layers in float32"

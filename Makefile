@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # Docker images of Python set it; each process of the tests would then compile all modules again, in 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help train quick test compiled slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
+.PHONY: help train quick test compiled slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs site dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -81,12 +81,16 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/_ext/generated.py
+	$(MAKE) site
+
+# The tests take the pages as they are, and compare the generated parts with the code.
+site: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 # Tests that start processes wait for them: with three workers two cores take 456 s, with two 504, and with four no less.
 WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) * 3 // 2)')
 test: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync check docs compiled $(TRITONS:%=$(VENV)/tritons/%)
+	$(MAKE) --jobs=2 --output-sync check site compiled $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # One process compiles the modules that tests import, beside the type checker; else each worker would compile all. The tests

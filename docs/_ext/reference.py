@@ -190,7 +190,7 @@ def methods(path: str, name: str = "", level: int = 3) -> list[str]:
     kind = found(path)
     lines = []
     for method, member in sorted(members(kind, is_documented).items()):
-        lines += [f"{'#' * level} {name}.{method}".replace(" .", " "), ""]
+        lines += [f"{'#' * level} {f'{name}.' if name else ''}{method}", ""]
         lines += [] if isinstance(member, property) else ["```text", *signature_lines(method, member), "```", ""]
         lines += body(member)
     return lines

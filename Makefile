@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .DEFAULT_GOAL := help
 # Docker images of Python set it; each process of the tests would then compile all modules again, in 3 seconds.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help train quick test compiled slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs dist cross cross-wheels format clean
+.PHONY: help train quick test compiled slow oldest-torch newest-torch xla attack mutants sanitize integrations gpu ledger evidence check options docs site dist cross cross-wheels format clean
 
 help:
 	@echo "make train   set up, train on handwritten digits with LAMB, print where the report is"
@@ -25,7 +25,7 @@ help:
 	@echo "make evidence   repeat each cell of the published comparisons, ten minutes; MNIST=DIR TEXT=FILE for those that need data"
 	@echo "make check   formatters, linter and type checker alone"
 	@echo "make options   write what the C library knows of optimizers' options, csrc/options.h, from their classes"
-	@echo "make docs    build the site in build/site; a warning is an error"
+	@echo "make docs    write what pages take from the code, and build the site in build/site; a warning is an error"
 	@echo "make dist    build sdists and wheels of both distributions in dist, and try them in fresh environments"
 	@echo "make cross   compile the C library for Windows, macOS, ARM and musl, and run its steps under qemu and Wine"
 	@echo "make format  rewrite the code in the project's format"
@@ -80,12 +80,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 
 docs: $(STAMP)
+	$(BIN)/python docs/_ext/generated.py
+	$(MAKE) site
+
+# The tests take the pages as they are, and compare the generated parts with the code.
+site: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 # Tests that start processes wait for them: with three workers two cores take 456 s, with two 504, and with four no less.
 WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) * 3 // 2)')
 test: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync check docs compiled $(TRITONS:%=$(VENV)/tritons/%)
+	$(MAKE) --jobs=2 --output-sync check site compiled $(TRITONS:%=$(VENV)/tritons/%)
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # One process compiles the modules that tests import, beside the type checker; else each worker would compile all. The tests

@@ -1,9 +1,9 @@
 """`bighorn bench` with the tables of this project's pages: `python benchmarks/bench_tables.py --table lambrrr`.
 
-`precision` is the table of docs/precision-results.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU: its
-baseline is a loop over the tensors, and another row is LAMBrrr's form compiled. `cliffs` is the table of docs/speed.md
-with other layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` also has the columns "of copy" of
-docs/gpu-results.md, and rows of bitsandbytes and flashoptim. It takes all options of `bighorn bench`.
+`precision` is a table of docs/precision.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU: its baseline is a loop
+over the tensors, and another row is LAMBrrr's form compiled. `cliffs` is a table of docs/benchmarks.md with other
+layouts, dtypes and uses of a step; `--shapes` takes its sets too. `gpu` also has the columns "of copy", and rows of
+bitsandbytes and flashoptim. It takes all options of `bighorn bench`.
 """
 
 from __future__ import annotations

@@ -15,35 +15,20 @@ version = release = bighorn.__version__
 
 extensions = [
     "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "algorithm",
-    "commands",
-    "complete",
     "llms",
     "mathml",
     "notebooks",
-    "optiontable",
     "pages",
     "pictures",
     "ranges",
 ]
 exclude_patterns = ["_build"]
 
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]  # ```math, as the code host has it
 myst_heading_anchors = 3
 html_math_renderer = "mathml"
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say it, and the signatures keep to a page
-autodoc_preserve_defaults = True
-napoleon_numpy_docstring = False
-napoleon_use_rtype = False
-default_role = "py:obj"  # `name` is a link where there is such a name, and code elsewhere
-maximum_signature_line_length = 88
-python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = f"Bighorn {release}"

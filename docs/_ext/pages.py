@@ -1,24 +1,23 @@
-"""```{pages}: a toctree by patterns, which a page need not match yet."""
+"""Lists of pages as tables of contents of the site: each `<!-- make docs: pages NAMES -->`, under its heading."""
 
 from __future__ import annotations
 
-from docutils import nodes
-from docutils.statemachine import StringList
+import re
+
+from generated import names_of_pages
 from sphinx.application import Sphinx
-from sphinx.directives.other import TocTree
-from sphinx.util.matching import patfilter
+
+LIST = re.compile(r"(?:^## (.*)\n+)?^<!-- make docs: pages (.*) -->$", re.MULTILINE)
 
 
-class Pages(TocTree):
-    content: StringList
-
-    def run(self) -> list[nodes.Node]:
-        self.env.note_reread()  # at every build, since a page that fits may have been added
-        found = [name for pattern in self.content for name in patfilter(sorted(self.env.found_docs), pattern)]
-        self.content = StringList(dict.fromkeys(found), source="index")
-        return super().run()
+def add(app: Sphinx, name: str, content: list[str]) -> None:
+    """Add a hidden table of contents after each list of a page."""
+    del app, name
+    for caption, patterns in LIST.findall(content[0]):
+        options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+        content[0] += "\n".join(["", "```{toctree}", *options, "", *names_of_pages(patterns), "```", ""])
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_directive("pages", Pages)
+    app.connect("source-read", add)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Bighorn: LAMB, CAME and LARS for PyTorch, fused, exact, and fast on the device that the parameters are on."""
+"""Bighorn: fused LAMB, CAME and LARS for PyTorch. Sharded runs match a single process up to rounding."""
 
 from bighorn import groups, schedules, telemetry
 from bighorn.backend_status import BackendStatus, Status, status

@@ -22,9 +22,9 @@ class BackendStatus:
     Attributes:
         name: The backend, as an optimizer's argument `backend` names it.
         device: The device on which it was tried.
-        works: Whether it is there, and a step gives the right result.
+        works: Whether the backend exists, and a step gives the right result.
         detail: What it runs on, or the reason why it does not work.
-        has: What an accelerator has, by name; empty for the backends' usual devices.
+        has: The capabilities of an accelerator, by name; empty for the backends' usual devices.
     """
 
     name: str

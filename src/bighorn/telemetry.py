@@ -68,7 +68,7 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
 
 
 class SlowLayers:
-    """A watch for layers that started at zero: LAMB moves them too slowly, as `lora_B`, and LARS too far at first.
+    """Watch layers that started at zero, such as `lora_B`: LAMB moves them too slowly, and LARS too far at first.
 
     With LAMB such a layer moves by the learning rate times its present norm. With LARS the trust ratio of its first
     step is 1, hundreds of times the ratio of other layers. The watch never makes a step wait: it keeps the first
@@ -130,7 +130,7 @@ class SlowLayers:
 
 
 def log_every(optimizer: Optimizer, steps: int, log: Log) -> RemovableHandle:
-    """Call a logger with the scalars of every `steps`-th step of an optimizer, and the number of the step from now on.
+    """Call a logger with the scalars and the number of every `steps`-th step of an optimizer, from now on.
 
     Layers that `SlowLayers` finds are named in a warning.
 

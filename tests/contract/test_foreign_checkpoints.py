@@ -34,7 +34,7 @@ pytestmark = pytest.mark.long
 
 LEAVES = tuple(leaf for leaf in FEW if leaf.name != "empty")
 VALUES = Case("foreign", {}, LEAVES)
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ def test_options_without_a_counterpart_are_refused(peer: str, options: Any, mess
 
 
 def test_pytorch_optimizers_lamb_adds_eps_to_the_norm_in_its_ratio() -> None:
-    """docs/coming-from.md has the difference; without it the steps are equal."""
+    """docs/presets.md has the difference; without it the steps are equal."""
     theirs, ours = Parameter(torch.ones(4, 3, dtype=torch.float64)), Parameter(torch.ones(4, 3, dtype=torch.float64))
     theirs.grad = ours.grad = torch.full((4, 3), 1e-3, dtype=torch.float64)
     options: dict[str, Any] = {"lr": 0.1, "eps": 1e-3}

@@ -443,7 +443,7 @@ def test_gradients_cannot_be_accumulated(kind: Kind) -> None:
     release_gradients(net, optimizer)
     loss_of(net, 0).backward()
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(RuntimeError, match=r"5\.\w+ has taken this step already.*call optimizer.step\(\) after each"):
+    with pytest.raises(RuntimeError, match=r"5\.\w+ was already stepped.*call optimizer.step\(\) before another"):
         loss_of(net, 1).backward()
     assert_bitwise(list(net.parameters()), before)
 

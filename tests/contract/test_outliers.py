@@ -71,7 +71,7 @@ def test_a_regression_with_one_larger_input(name: str) -> None:
 
 @pytest.mark.long
 def test_came_in_4_bits_loses_beside_an_input_1_000_times_as_large() -> None:
-    """docs/precision-results.md reports the loss, and recommends int8."""
+    """docs/precision.md reports the loss, and recommends int8."""
     float32, int8, int4 = (loss_of(Came, form, 1000.0, lr=0.01) for form in FORMS)
     assert int8 < 2 * float32
     assert 3 * float32 < int4 < 30 * float32

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,40 +13,11 @@ import bighorn
 pytest.importorskip("sphinx")
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
 
-import algorithm
-import complete
+import generated
 import llms
-import optiontable
+import pages
 import pictures
 import ranges
-
-
-def warnings_for(names: set[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the warnings of the site's build for an API reference with these names."""
-    said: list[str] = []
-    monkeypatch.setattr(complete.logger, "warning", lambda text, *values, **_: said.append(text % values))
-    env: Any = SimpleNamespace(domains=SimpleNamespace(python_domain=SimpleNamespace(objects=set(names))))
-    complete.check(None, env)  # type: ignore[arg-type]
-    return said
-
-
-def test_a_public_name_without_a_place_in_the_reference_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name for name, _ in complete.public()}
-    assert {"bighorn.Lamb", "bighorn.schedules.Cosine", "bighorn.compat.mindspore.Lamb"} <= names
-    assert warnings_for(names, monkeypatch) == []
-    [said] = warnings_for(names - {"bighorn.Came"}, monkeypatch)
-    assert "bighorn.Came is missing" in said
-
-
-def test_a_public_name_without_a_docstring_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name for name, _ in complete.public()}
-    monkeypatch.setattr(bighorn.Lamb, "__doc__", "")
-    assert [said for said in warnings_for(names, monkeypatch) if "docstring" in said and "bighorn.Lamb" in said]
-
-
-def test_tags_are_read_from_code_alone() -> None:
-    text = "# LAMB-z\nm = 1  # LAMB-m\nr, c = f()  # LAMB-r, LAMB-c\nm += 1  # LAMB-m\nx = 1  # CAME-x\n"
-    assert algorithm.tagged(text, "LAMB") == {"m": ["m = 1", "m += 1"], "r": ["r, c = f()"], "c": ["r, c = f()"]}
 
 
 @pytest.mark.parametrize("folder", ["foreach", "csrc", "triton"])
@@ -57,11 +25,11 @@ def test_tags_are_read_from_code_alone() -> None:
 def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str) -> None:
     """A tag is beside code, in Python and in C: a reader finds a rule in every backend."""
     kernels, prefix = Path(bighorn.__file__).parent / "kernels", name.upper()
-    known = set(algorithm.tagged((kernels / "reference" / f"{name}.py").read_text(), prefix))
+    known = set(generated.tagged((kernels / "reference" / f"{name}.py").read_text(), prefix))
     sources = [path.read_text() for path in (kernels / folder).iterdir() if path.suffix in {".py", ".c", ".h"}]
     texts = [re.sub(r"/\* (.*?) \*/", r"  # \1", text) for text in sources]
     assert known
-    assert {tag for text in texts for tag in algorithm.tagged(text, prefix)} == known
+    assert {tag for text in texts for tag in generated.tagged(text, prefix)} == known
 
 
 @pytest.mark.parametrize(
@@ -97,14 +65,10 @@ def test_a_range_of_figures_is_not_broken() -> None:
     assert ".range { white-space: nowrap; }" in css
 
 
-@pytest.mark.parametrize("kind", [bighorn.Lamb, bighorn.Came, bighorn.Lars])
-def test_every_option_has_a_place_in_a_table(kind: type[Any]) -> None:
-    said = optiontable.meanings(kind)
-    listed = [word for words in optiontable.SUBJECTS.values() for word in words.split()]
-    assert len(listed) == len(set(listed))
-    own = set(inspect.signature(kind).parameters) - {"unknown"}
-    assert own == set(said) <= set(listed)
-    assert all(said.values())
+def test_a_list_of_pages_is_a_table_of_contents() -> None:
+    content = ["# Title\n\n## Use\n\n<!-- make docs: pages start lamb -->\n* [A](a.md)\n<!-- end of make docs -->\n"]
+    pages.add(None, "index", content)  # type: ignore[arg-type]
+    assert content[0].endswith("\n```{toctree}\n:hidden:\n:caption: Use\n\nstart\nlamb\n```\n")
 
 
 def test_the_list_for_programs_has_first_sentences() -> None:

@@ -1,4 +1,4 @@
-"""LAMB and CAME inside of DeepSpeed, with its ZeRO and without, on several ranks: docs/with-deepspeed.md."""
+"""LAMB and CAME inside of DeepSpeed, with its ZeRO and without, on several ranks: docs/sharding.md."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_megatron_saves_lamb_by_ranks() -> None:
 def test_megatron_refuses(kind: Kind, options: Options, folder: Path) -> None:
     megatron = inside(kind, torch.float32, LARGE, **options)
     megatron.step(gradients(megatron.model, 0))
-    words = kind.__name__, "--no-save-optim", "docs/with-megatron.md"
+    words = kind.__name__, "--no-save-optim", "docs/sharding.md"
     file = folder / "refused.pt"
     refused(lambda: megatron.optimizer.save_parameter_state(str(file)), "get_parameter_state_dp_zero", *words)
     if options != LAMB:  # Megatron's checkpoint by ranks holds all of plain Lamb's state

@@ -180,7 +180,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("zero", ADAPTERS)
 def test_the_factor_of_an_adapter_that_starts_at_zero_is_found(zero: str) -> None:
-    """The names are in docs/with-peft.md."""
+    """The names are in docs/with-transformers.md."""
     peft = pytest.importorskip("peft", reason=INSTALL)
     kind, options = ADAPTERS[zero]
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
@@ -188,7 +188,7 @@ def test_the_factor_of_an_adapter_that_starts_at_zero_is_found(zero: str) -> Non
     found = zero_initialized(adapted.named_parameters())
     assert len(found) == 2
     assert all(zero in name for name in found)
-    page = (Path(__file__).parents[2] / "docs" / "with-peft.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "with-transformers.md").read_text()
     assert f"| `{zero}` |" in page
     named = [(name, param) for name, param in adapted.named_parameters() if param.requires_grad]
     optimizer = Lamb(named, lr=0.01, exclude_from_layer_adaptation=found)

@@ -603,8 +603,9 @@ FAULTS = (
     Fault(
         "a swallowed exception, of a peer that has stopped",
         "bighorn/distributed/overlap.py",
-        '            raise RuntimeError(\n                f"rank {dist.get_rank()} waited in vain',
-        '            return\n            raise RuntimeError(\n                f"rank {dist.get_rank()} waited in vain',
+        '            raise RuntimeError(\n                f"rank {dist.get_rank()}: gradient all-reduce failed',
+        "            return\n            raise RuntimeError(\n"
+        '                f"rank {dist.get_rank()}: gradient all-reduce failed',
         "tests/distributed -k overlap",
     ),
     Fault(

@@ -7,7 +7,7 @@ Deviation: an optimizer with states in float32, the leader, trains the GPT of th
 are also given to followers with states in fewer bits and weights of their own: how far these end from the leader's,
 relative to how far those have moved. Bytes and times are of a known model's shapes; a step takes turns with torch's
 fused AdamW's, as in `bighorn bench`. A contestant that does not run has its error in the table.
-Writes results/eight-bit.json, and from it the table in docs/precision-results.md; with --page that alone.
+Writes results/eight-bit.json, and from it the table in docs/precision.md; with --page that alone.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from bighorn_workbench.tasks import batch_indices, epoch_seed
 from result_files import DOCS, RESULTS
 
 RESULT = RESULTS / "eight-bit.json"
-PAGE = DOCS / "precision-results.md"
+PAGE = DOCS / "precision.md"
 TABLE = re.compile(r"(<!-- table of eight-bit\.json[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOT_YET = "\nNot measured yet: `python workbench/benchmarks/eight_bit.py`.\n\n"
 BATCH_SIZE, WEIGHT_DECAY = 16, 0.01
@@ -186,7 +186,7 @@ def measured(task: Text, steps: int, seeds: int, shapes: str, seconds: float) ->
 
 
 def written() -> str:
-    """docs/precision-results.md with its table rewritten."""
+    """docs/precision.md with its table rewritten."""
     found = table(json.loads(RESULT.read_text())) if RESULT.is_file() else NOT_YET
     text, count = TABLE.subn(lambda match: match[1] + found + match[2], PAGE.read_text())
     assert count == 1

@@ -2,9 +2,8 @@
 
     python workbench/benchmarks/front.py
 
-Draws docs/front-batch.svg, docs/front-memory.svg and docs/front-speed.svg, and writes the tables between
-`<!-- table of NAME.json -->` and `<!-- end of table -->` in docs/speed.md, docs/precision-results.md,
-docs/memory.md and results/came-rates.md.
+Draws the pictures docs/front-*.svg, and writes the tables between `<!-- table of NAME.json -->` and
+`<!-- end of table -->` in docs/benchmarks.md, docs/fit-the-model.md, docs/precision.md and results/came-rates.md.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SPEED = {
     "one 30522x1024 tensor": ("step-fp32", "one"),
     "BERT-base in bf16, bf16 state": ("step-bf16", "bert_base"),
 }
-"""The rows of docs/speed.md: the file in results, and the parameter set in it."""
+"""The rows of docs/benchmarks.md: the file in results, and the parameter set in it."""
 
 LARS_SHAPES = ("vit_small", "resnet50", "bert_base")
 
@@ -69,16 +68,46 @@ CLIFFS = {
     "1000000": "million",
     "2048x2048 in float64": "float64",
 }
-"""The rows of the other table of docs/speed.md: words for the parameter sets of `bighorn bench --table cliffs`."""
+"""The rows of a table of docs/benchmarks.md: words for the parameter sets of `bighorn bench --table cliffs`."""
+
+GPU_CLIFFS = {
+    "a transposed matrix with its gradient, 4096x2048": "transposed_both",
+    "1000000x16": "tall",
+    "16x1000000": "wide",
+    "2048x28672": "long_rows",
+    "128x8192": "few_rows",
+    "64 stacked experts, 64x512x2048": "experts",
+    "one tensor of 1,000,000 elements": "million",
+    "2048x2048 in float64": "float64",
+}
+"""The rows of the same table for an H100."""
+
+GPUS = {
+    "H100, BERT-large, fp32": (("step-gpu-h100-fp32", "step-gpu-h100-int4-fp32"), "bert_large"),
+    "H100, BERT-large, bf16": (("step-gpu-h100-bf16", "step-gpu-h100-int4-bf16"), "bert_large"),
+    "H100, ViT-S, fp32": (("step-gpu-h100-fp32", "step-gpu-h100-int4-fp32"), "vit_small"),
+    "H100, ViT-S, bf16": (("step-gpu-h100-int4-bf16",), "vit_small"),
+    "H200, BERT-large, fp32": (("step-gpu-h200-int4-fp32",), "bert_large"),
+    "H200, BERT-large, bf16": (("step-gpu-h200-int4-bf16",), "bert_large"),
+    "H200, ViT-S, fp32": (("step-gpu-h200-fp32",), "vit_small"),
+}
+"""The rows of the table of GPUs: files of results, and the parameter set in them."""
+
+GPU_COLUMNS = ("Lamb", "Lamb, int8 states", "Lamb, int4 states", "Came", "Came, int8", "Came, int4", "Lars")
 
 CLIFF_COLUMNS = ("Lamb", "Came", "torch AdamW, foreach")
 MEMORY = "resident-memory"
 
 
-def ratios(name: str, shapes: str) -> dict[str, dict[str, float]]:
+def ratios(name: str, shapes: str, key: str = "ratio") -> dict[str, dict[str, float]]:
     """The time of a step by optimizer, relative to fused AdamW's."""
     [found] = [result["optimizers"] for result in load(name)["results"] if result["shapes"] == shapes]
-    return {optimizer["label"]: optimizer["ratio"] for optimizer in found}
+    return {optimizer["label"]: optimizer[key] for optimizer in found if optimizer.get(key)}
+
+
+def speed(ratio: dict[str, float]) -> str:
+    """A ratio of times as a speed: its median, with the 10th and 90th percentile."""
+    return f"{1 / ratio['median']:.2f} ({1 / ratio['p90']:.2f}-{1 / ratio['p10']:.2f})"
 
 
 def batch_picture() -> str:
@@ -116,6 +145,8 @@ LABELS = {
     "Lamb, fp32 weights": "Lamb",
     "Came, fp32 weights": "Came",
     "torch AdamW": "AdamW, all bf16",
+    "bitsandbytes AdamW8bit": "bitsandbytes AdamW8bit, bf16",
+    "torchao AdamW4bit": "torchao AdamW4bit, bf16",
     "Lamb, int8, stochastic": "Lamb int8, bf16",
     "Lamb, int8, stochastic, released": "  + released",
     "Came, int8, stochastic": "Came int8, bf16",
@@ -123,12 +154,23 @@ LABELS = {
     "Came, int4, stochastic": "Came int4, bf16",
     "Came, int4, stochastic, released": "  + released",
 }
-"""The rows of the picture: words for the measured contestants."""
+"""The rows of the picture: words for the contestants."""
+
+OTHERS = {"bitsandbytes AdamW8bit": "bitsandbytes-int8"}
+"""Contestants of the picture that need a GPU to be measured, by their names in `bighorn memory`."""
+
+
+def computed_row(name: str) -> dict[str, Any]:
+    """Bytes per parameter of a contestant that was not measured, with weights in bf16."""
+    with torch.device("meta"):
+        params = list(stack(8, torch.bfloat16).named_parameters())
+    known = sum(predicted(OTHERS[name], params, {}).values()) / sum(p.numel() for _, p in params)
+    return {"weights": 2, "gradients": 2.0, "state": known, "measured": None}
 
 
 def memory_picture() -> str:
     """Bytes of a training step per parameter: computed parts as bars, with a mark where the kernel counted."""
-    rows = memory_rows()
+    rows = memory_rows() | {name: computed_row(name) for name in OTHERS}
     names = [name for name in LABELS if name in rows]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 1.1 + 0.34 * len(names)))
@@ -139,13 +181,14 @@ def memory_picture() -> str:
             axes.barh(range(len(names)), values, left=left, height=0.62, color=colour, label=part)
             left = [before + value for before, value in zip(left, values, strict=True)]
         for at, name in enumerate(names):
-            axes.text(max(left[at], rows[name]["measured"]) + 0.25, at, f"{left[at]:.2f}", va="center", color=INK)
-        measured = [rows[name]["measured"] for name in names]
-        axes.plot(measured, range(len(names)), "|", color=INK, markersize=13, label="measured")
+            right = max(left[at], rows[name]["measured"] or 0) + 0.25
+            axes.text(right, at, f"{left[at]:.2f}", va="center", color=INK)
+        measured = {at: rows[name]["measured"] for at, name in enumerate(names) if rows[name]["measured"]}
+        axes.plot([*measured.values()], [*measured], "|", color=INK, markersize=13, label="measured")
         axes.set_yticks(range(len(names)), [LABELS[name] for name in names])
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.12 * max(*left, *measured))
+        axes.set_xlim(0, 1.12 * max(*left, *measured.values()))
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter("{x:.1f}")
         axes.set_xlabel("bytes per parameter, without activations")
@@ -154,62 +197,81 @@ def memory_picture() -> str:
 
 
 PEERS = {
-    "H100, BERT-large": [("step-gpu-h100-apex", "bert_large", label) for label in ("Lamb", "Came", "apex FusedLAMB")],
-    "CPU, BERT-base": [
-        ("step-fp32-peers", "bert_base", "Lamb"),
-        ("step-came", "bert_base", "Came"),
-        ("step-fp32-peers", "bert_base", "timm Lamb"),
-        ("step-fp32-peers", "bert_base", "pytorch_optimizer Lamb"),
-        ("step-came", "bert_base", "came-pytorch"),
-        ("step-came", "bert_base", "pytorch_optimizer CAME"),
-    ],
+    "timm Lamb": ("step-fp32-peers", "Lamb"),
+    "pytorch_optimizer Lamb": ("step-fp32-peers", "Lamb"),
+    "came-pytorch": ("step-came", "Came"),
+    "pytorch_optimizer CAME": ("step-came", "Came"),
 }
-"""The bars of the picture of speed, by panel: a file of results, a parameter set in it, and an optimizer."""
+"""The bars of the picture of speed: a file with this optimizer on BERT-base, and the one of Bighorn in it."""
 
 
-SHOWN_AS = {"apex FusedLAMB": "apex FusedLAMB, clips"}
-"""The names of peers whose step does more than the others'."""
-
-
-def peer_ratios(panel: str) -> dict[str, float]:
-    """The median time of a step by optimizer, relative to fused AdamW's."""
-    return {label: ratios(name, shapes)[label]["median"] for name, shapes, label in PEERS[panel]}
+def speedups() -> dict[str, float]:
+    """How many times as fast a step of Bighorn is as the same algorithm of another package, on a CPU."""
+    found = {peer: (ratios(file, "bert_base"), ours) for peer, (file, ours) in PEERS.items()}
+    return {peer: each[peer]["median"] / each[ours]["median"] for peer, (each, ours) in found.items()}
 
 
 def speed_picture() -> str:
-    """The time of a step beside other packages' optimizers, relative to fused AdamW's."""
+    """The speed of a step relative to the same algorithm of other packages."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.5))
-        grid = figure.subplots(len(PEERS), 1, height_ratios=[len(bars) for bars in PEERS.values()])
-        for axes, panel in zip(grid, PEERS, strict=True):
-            found = peer_ratios(panel)
-            colours = [SERIES[0] if label in ("Lamb", "Came") else SERIES[5] for label in found]
-            axes.barh(range(len(found)), found.values(), height=0.62, color=colours)
-            for at, value in enumerate(found.values()):
-                axes.text(value + 0.01 * max(found.values()), at, f"{value:.2f}", va="center", color=INK)
-            axes.axvline(1, color=INK, linewidth=1, linestyle="--")
-            names = [f"Bighorn {label}" if label in ("Lamb", "Came") else SHOWN_AS.get(label, label) for label in found]
-            axes.set_yticks(range(len(found)), names)
-            axes.tick_params(axis="y", length=0)
-            axes.invert_yaxis()
-            axes.set_xlim(0, 1.12 * max(found.values()))
-            axes.xaxis.set_major_locator(MaxNLocator(6))
-            axes.grid(visible=False, axis="y")
-            axes.xaxis.set_major_formatter("{x:.1f}")  # a digit alone is too narrow on a telephone
-            axes.set_title(panel, fontsize=11, loc="left", color=INK)
-        grid[-1].set_xlabel("time of a step / fused AdamW (dashed)")
-        return plots.standalone(to_svg(figure, "time of a step relative to AdamW"), SHOWN)
+        figure = Figure(figsize=(WIDTH, 2.3))
+        axes = figure.add_subplot()
+        found = speedups()
+        axes.barh(range(len(found)), [*found.values()], height=0.62, color=SERIES[0])
+        for at, value in enumerate(found.values()):
+            axes.text(value + 0.01 * max(found.values()), at, f"{value:.1f}x", va="center", color=INK)
+        axes.axvline(1, color=INK, linewidth=1, linestyle="--")
+        axes.set_yticks(range(len(found)), found)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max(found.values()))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_formatter("{x:.0f}x")
+        axes.set_xlabel("times as fast, BERT-base on a CPU")
+        return plots.standalone(to_svg(figure, "speed relative to other packages"), SHOWN)
 
 
-PICTURES = {"front-batch": batch_picture, "front-memory": memory_picture, "front-speed": speed_picture}
+CURVES = "loss-curves"
+BYTES = {"AdamW, fp32": "16", "Came int8, bf16": "5.0, released 3.1", "Came int4, bf16": "4.5, released 2.6"}
+"""The bytes per parameter of the curves, as the picture of memory has them."""
+
+
+def loss_picture() -> str:
+    """The loss over steps: the mean of the seeds as a line, and their range as a band."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 3.6))
+        axes = figure.add_subplot()
+        for colour, (label, seeds) in zip(
+            (SERIES[5], SERIES[0], SERIES[1]), load(CURVES)["curves"].items(), strict=True
+        ):
+            steps = [step for step, _ in next(iter(seeds.values()))]
+            losses = [[loss for _, loss in each] for each in seeds.values()]
+            at = list(zip(*losses, strict=True))
+            name = f"{label}: {BYTES[label]} bytes"
+            axes.plot(steps, [sum(each) / len(each) for each in at], color=colour, label=name)
+            axes.fill_between(steps, list(map(min, at)), list(map(max, at)), color=colour, alpha=0.25, linewidth=0)
+        axes.set_xlabel("steps")
+        axes.set_ylabel("loss on held-out text")
+        axes.set_ylim(2.35, 3.3)
+        axes.yaxis.set_major_formatter("{x:.1f}")
+        figure.legend(loc="outside upper left", ncols=1, fontsize=10)
+        return plots.standalone(to_svg(figure, "loss of a language model over steps"), SHOWN)
+
+
+PICTURES = {
+    "front-batch": batch_picture,
+    "front-loss": loss_picture,
+    "front-memory": memory_picture,
+    "front-speed": speed_picture,
+}
 
 
 def _ratio_table(first: str, places: dict[str, tuple[str, str]], columns: tuple[str, ...]) -> str:
     lines = [f"| {first} | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for row, place in places.items():
         found = ratios(*place)
-        texts = [f"{found[c]['median']:.2f} ({found[c]['p10']:.2f}-{found[c]['p90']:.2f})" for c in columns]
-        lines.append(f"| {row} | {' | '.join(texts)} |")
+        lines.append(f"| {row} | {' | '.join(speed(found[column]) for column in columns)} |")
     return "\n".join(lines)
 
 
@@ -231,16 +293,37 @@ def cliffs_table() -> str:
     return _ratio_table("parameters", {row: ("step-cliffs", name) for row, name in CLIFFS.items()}, CLIFF_COLUMNS)
 
 
+def gpu_table() -> str:
+    """The speed of a step on GPUs; two values where two files differ."""
+    lines = ["| device, shapes, dtype | fused AdamW | " + " | ".join(GPU_COLUMNS) + " |", "|---" * 9 + "|"]
+    for row, (files, shapes) in GPUS.items():
+        found = [ratios(file, shapes) for file in files]
+        texts = []
+        for column in GPU_COLUMNS:
+            speeds = sorted({f"{1 / each[column]['median']:.2f}" for each in found if column in each})
+            texts.append(" to ".join(dict.fromkeys((speeds[0], speeds[-1]))) if speeds else "")
+        adamw = ratios(files[0], shapes, "baseline_ms")["Lamb"]["median"]
+        lines.append(f"| {row} | {adamw:.2f} ms | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def gpu_cliffs_table() -> str:
+    """The speed of a step on a GPU in unusual shapes, of the device, and of wall time with the host."""
+    lines = ["| parameters | Lamb | Came | Lamb, wall time | Came, wall time |", "|---" * 5 + "|"]
+    for row, shapes in GPU_CLIFFS.items():
+        found = [ratios("step-gpu-h100-cliffs", shapes, key) for key in ("ratio", "wall_ratio")]
+        texts = [f"{1 / each[name]['median']:.2f}" for each in found for name in ("Lamb", "Came")]
+        lines.append(f"| {row} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def precision_table() -> str:
     """A row for each optimizer with low-precision weights, a column for each model."""
     vit, bert = (ratios("step-precision", shapes) for shapes in ("vit_small", "bert_base"))
     lines = ["| | ViT-S/16 | BERT-base |", "|---" * 3 + "|"]
     for row in vit:
         if not row.startswith("torch"):
-            texts = (
-                f"{each[row]['median']:.2f} ({each[row]['p10']:.2f}-{each[row]['p90']:.2f})" for each in (vit, bert)
-            )
-            lines.append(f"| {row} | {' | '.join(texts)} |")
+            lines.append(f"| {row} | {' | '.join(speed(each[row]) for each in (vit, bert))} |")
     return "\n".join(lines)
 
 
@@ -270,11 +353,13 @@ def rates_table() -> str:
 
 
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "step-fp32": (DOCS / "speed.md", speed_table),
-    "step-lars": (DOCS / "speed.md", lars_table),
-    "step-cliffs": (DOCS / "speed.md", cliffs_table),
-    "step-precision": (DOCS / "precision-results.md", precision_table),
-    MEMORY: (DOCS / "memory.md", memory_table),
+    "step-fp32": (DOCS / "benchmarks.md", speed_table),
+    "step-lars": (DOCS / "benchmarks.md", lars_table),
+    "step-cliffs": (DOCS / "benchmarks.md", cliffs_table),
+    "step-gpu-h100-fp32": (DOCS / "benchmarks.md", gpu_table),
+    "step-gpu-h100-cliffs": (DOCS / "benchmarks.md", gpu_cliffs_table),
+    "step-precision": (DOCS / "precision.md", precision_table),
+    MEMORY: (DOCS / "fit-the-model.md", memory_table),
     RATES: (RESULTS / "came-rates.md", rates_table),
 }
 

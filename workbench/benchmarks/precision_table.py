@@ -1,10 +1,10 @@
-"""The bytes and the loss of LAMB and CAME in each precision: the first table of docs/precision-results.md.
+"""The bytes and the loss of LAMB and CAME in each precision: the first table of docs/precision.md.
 
     python workbench/benchmarks/precision_table.py
 
 Bytes are predicted for BERT-base's shapes; losses come from `bighorn compare --task text`, in precision-text.json,
 came-text.json and came-published-int8-text.json. Times are in step-precision.json. Writes the table in
-docs/precision-results.md.
+docs/precision.md.
 """
 
 import json
@@ -19,7 +19,7 @@ from bighorn_workbench import files
 from bighorn_workbench.shapes import SHAPES
 from result_files import DOCS, RESULTS
 
-PAGE = DOCS / "precision-results.md"
+PAGE = DOCS / "precision.md"
 TABLE = re.compile(r"(<!-- table of precisions[^\n]*-->\n).*?(<!-- end of table -->)", re.DOTALL)
 SET = "bert_base"
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -118,7 +118,7 @@ def table() -> str:
 
 
 def written() -> str:
-    """docs/precision-results.md with its table rewritten."""
+    """docs/precision.md with its table rewritten."""
     text, count = TABLE.subn(lambda match: match[1] + table() + match[2], PAGE.read_text())
     assert count == 1
     return text

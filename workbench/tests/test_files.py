@@ -325,7 +325,7 @@ def test_a_killed_save_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> Non
     [ended] = outcomes(KILLED, [[]], folder=tmp_path)
     assert_ended_well([ended])
     within, *at_calls, whole = [line.split(maxsplit=2) for line in ended.output.splitlines()]
-    assert within == ["-1", "9", "old half"]  # CHANGELOG.md has the pattern, .bighorn-*.partial
+    assert within == ["-1", "9", "old half"]  # the pattern of these files is .bighorn-*.partial
     assert {content for _, status, content in at_calls} <= {"old", "old half and half", "half and half"}
     assert len(at_calls) > 2
     assert whole[1:] == ["0", "half and half"]

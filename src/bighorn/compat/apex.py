@@ -32,7 +32,7 @@ class FusedLAMB(Lamb):
         adam_w_mode: Whether weight decay is part of the update; False adds it to the gradient. Default: True.
         grad_averaging: Whether the first average weighs new gradients by 1 - beta1, not by 1. Default: True.
         set_grad_none: Only True; call `zero_grad(set_to_none=False)` otherwise. Default: True.
-        max_grad_norm: The 2-norm over all groups that gradients are scaled down to, or None. Default: 1.0.
+        max_grad_norm: The 2-norm to which the gradients of all groups are clipped, or None. Default: 1.0.
         use_nvlamb: Whether parameters without weight decay have a trust ratio, too. Default: False.
 
     Raises:

@@ -165,7 +165,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
         if self.loss_scale != 1:
             raise RuntimeError(
                 f"loss_scale={self.loss_scale:g} divides the gradients, and so does the scaler that steps this "
-                "optimizer: leave loss_scale at 1 beside it, or scale the loss by hand"
+                "optimizer: leave loss_scale at 1 with it, or scale the loss by hand"
             )
         self.__dict__["grad_scale"] = scale
 

@@ -34,7 +34,7 @@ _fraction = partial(number, high=1, above=True, below=True)
 
 @knows_its_keywords
 class Lamb(MindSporeOptimizer, bighorn.Lamb):
-    """MindSpore's Lamb: version 5 of the paper, with MindSpore's groups and errors, and called with gradients.
+    """MindSpore's Lamb: version 5 of the paper, with MindSpore's groups and errors, and a call with gradients.
 
     Without groups, weight decay skips parameters whose name contains `beta` or `gamma`. Parameters of torch have no
     names: pass (name, Parameter) pairs, as from `model.named_parameters()`. Parameters without names are decayed, with

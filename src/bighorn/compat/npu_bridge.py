@@ -405,7 +405,7 @@ class NPUOptimizer(WrappedOptimizer):
         return self.name
 
     def variables(self) -> list[Tensor]:
-        """Return the tensors of the state, with the step counts; there are none before the first step."""
+        """Return the tensors of the state, with the step counts. The list is empty before the first step."""
         return [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
 
     def _scaled(self, loss: Tensor | Callable[[], Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ class Lamb(bighorn.Lamb):
         eps: Added to the root of the second moment, at least 0. Default: 1e-6.
         weight_decay: The weight decay, at least 0, in any form that `bighorn.Lamb` takes. Default: 0.01.
         grad_averaging: Whether the first average weighs new gradients by 1 - beta1, not by 1. Default: True.
-        max_grad_norm: The 2-norm over all groups that gradients are scaled down to, or None. Default: 1.0.
+        max_grad_norm: The 2-norm to which the gradients of all groups are clipped, or None. Default: 1.0.
         trust_clip: Whether the trust ratio is at most 1: LAMBC. Default: False.
         always_adapt: Whether parameters without weight decay have a trust ratio, too. Default: False.
         caution: Whether only elements move whose update agrees in sign with the gradient. Default: False.

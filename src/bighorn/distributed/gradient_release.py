@@ -24,9 +24,9 @@ class Release:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Keep the gradients of each `backward()` inside, which add up; the first one outside steps with their sum.
+        """Accumulate gradients inside this context; the next `backward()` outside it steps.
 
-        The gradients take the memory that they take without release, from the first `backward()` on.
+        From the first `backward()` on, the accumulated gradients need their usual memory.
         """
         self._accumulates = True
         try:
@@ -43,14 +43,13 @@ class Release:
 def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
     """Step each parameter inside `backward()`, as soon as its gradient is complete, and free the gradient.
 
-    Memory never holds more than the gradients of one layer, where an ordinary step needs all of them. The training loop
-    does not change, and its results are the same, bit for bit: `optimizer.step()` after each `backward()` ends the
-    step. It counts the step for schedules, runs the optimizer's hooks, and steps parameters that got their gradients in
-    another way.
+    Only the gradients of one layer exist at a time. The training loop does not change, and results are bitwise
+    identical. Call `optimizer.step()` after each `backward()`: it ends the step, advances schedules, runs the
+    optimizer's hooks, and steps parameters whose gradients came in another way.
 
-    It works with one process, and with FSDP2, whose reduced gradients it uses (call it after `fully_shard`, with an
-    optimizer over the sharded parameters). With FSDP2 each parameter needs its own collectives, where an ordinary step
-    needs one or two for all of them. Gradients no longer exist after `backward()`, so `clip_grad_norm_` finds none.
+    It works with one process and with FSDP2: call it after `fully_shard`, with an optimizer over the sharded
+    parameters. With FSDP2 each parameter needs its own collectives; an ordinary step needs one or two for all
+    parameters. After `backward()` no gradients are left, so `clip_grad_norm_` clips nothing.
 
     Args:
         model: A model; the optimizer holds all of its trainable parameters.
@@ -61,13 +60,13 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
 
     Raises:
         TypeError: An argument is not a Module or an Optimizer.
-        ValueError: A global clip or skip_nonfinite, which need every gradient first; DistributedDataParallel, which
-            averages gradients later; other hooks that would find no gradients; a trainable parameter that the optimizer
-            does not hold; or an optimizer of another kind.
+        ValueError: The optimizer clips or has skip_nonfinite, which need every gradient first. The model is in
+            DistributedDataParallel, which averages gradients later. Other hooks need the gradients. The optimizer does
+            not hold all trainable parameters, or is of another package.
 
-    Later, a second `backward()` before `optimizer.step()` raises a RuntimeError (gradients cannot be added up), and so
-    do the step of a GradScaler or LossScaler (by then parameters have taken a step with scaled gradients), and a
-    `forward()` inside a DistributedDataParallel.
+    Later, these raise a RuntimeError: a second `backward()` before `optimizer.step()`, a step of a GradScaler or
+    LossScaler (parameters have already taken a step with scaled gradients), and a `forward()` inside a
+    DistributedDataParallel.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
     arXiv:2306.09782v2, Algorithm 1, here with an optimizer that has state.

@@ -27,7 +27,7 @@ def megatron_groups(distributed: Any) -> list[dict[str, Any]]:
 
     An optimizer of these groups replaces the Adam that Megatron has made:
     `distributed.optimizer = Lamb(megatron_groups(distributed), ...)`. Groups keep `lr`, `weight_decay` and the keys
-    that Megatron has added. A rank that holds nothing of a group has an empty flat tensor with an empty gradient in it.
+    that Megatron has added. A rank that holds no part of a group has an empty flat tensor with an empty gradient.
 
     Megatron's own checkpoints hold two averages of each element, as Lamb has, and only those that are sharded by ranks
     restore step counts. From here on, Megatron's methods that would save any other state raise a ValueError.
@@ -100,7 +100,7 @@ def _refuse_to_save(distributed: Any, name: str, saved: set[str]) -> None:
             raise ValueError(
                 f"Megatron could not load what its {name} would save of {type(distributed.optimizer).__name__}, whose "
                 f"state is {', '.join(sorted(names))}: pass --no-save-optim, and save the optimizer on each rank "
-                "yourself, as docs/with-megatron.md shows"
+                "yourself, as docs/sharding.md shows"
             )
         return method(*args, **kwargs)
 

@@ -44,8 +44,8 @@ class InFlightBucket:
             self.work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {dist.get_rank()} waited in vain for the gradients of the other ranks; most likely one of them "
-                f"has stopped, and its own output says why ({error})"
+                f"rank {dist.get_rank()}: gradient all-reduce failed; another rank probably exited, see its log "
+                f"({error})"
             ) from error
         self.work = None
 
@@ -66,22 +66,21 @@ def within(grad: Tensor, buffer: Tensor) -> bool:
 
 
 class TailOverlap:
-    """Overlaps an optimizer's step with the all-reduce of the gradients that it does not need yet.
+    """Overlaps an optimizer's step with the all-reduce of gradients that have not arrived yet.
 
-    It is worthwhile if the link between ranks is the bottleneck. The results equal `optimizer.step()` after an
-    ordinary `backward()`: gradients are averaged by dividing before the sum, and every parameter is stepped once.
+    It helps if the link between ranks is the bottleneck. The results equal `optimizer.step()` after an ordinary
+    `backward()`: each rank divides its gradients before they are summed, and every parameter takes one step.
 
-    Any other code that reads gradients between `backward()` and the step needs a `synchronize()` before it. So does
-    `optimizer.step()` itself, which raises an error otherwise.
+    Call `synchronize()` before any other code uses gradients between `backward()` and the step. `optimizer.step()`
+    raises an error without it.
 
     Args:
         ddp_model: The model, on every rank, made with `gradient_as_bucket_view=True`.
         optimizer: An optimizer of Bighorn or of `torch.optim`, or any with a method `step_in_parts(parts, wait)`. It
             holds every trainable parameter of the model.
-        scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. All ranks have the
-            same found_inf. It is computed from gradients before they are reduced, so that it arrives before the last
-            bucket does: the mean of finite gradients is finite, since they are divided before they are summed. Default:
-            None.
+        scaler: The scaler of the loss. Call `step()` instead of `scaler.step(optimizer)`. All ranks have the same
+            found_inf. It is computed from gradients before they are reduced, and so arrives before the last bucket.
+            The mean of finite gradients is finite, since they are divided before they are summed. Default: None.
 
     Raises:
         TypeError: An argument is not a DistributedDataParallel, an Optimizer or a GradScaler.
@@ -171,7 +170,7 @@ class TailOverlap:
         self.optimizer.zero_grad(set_to_none)
 
     def synchronize(self) -> None:
-        """Wait for all gradients, so that every `.grad` is the average, as all code but `step()` requires.
+        """Wait for all gradients, so that every `.grad` is the average. All code except `step()` needs this.
 
         With a scaler the gradients are still scaled: call `scaler.unscale_(optimizer)`, if at all, before `step()`.
         """

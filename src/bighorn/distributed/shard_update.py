@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedundancyOptimizer:
-    """Return the optimizer distributed over ranks, each of which keeps the state of some tensors and steps them.
+    """Distribute an optimizer over ranks: each rank keeps the state of some tensors and steps them.
 
-    The results equal the unsharded optimizer after gradients were averaged, as DistributedDataParallel does: a global
-    clip (`max_grad_norm`) and `skip_nonfinite` use all ranks' gradients. The state per rank shrinks with the
-    number of ranks, in whole tensors; a rank may have none.
+    The results equal the optimizer on one process with averaged gradients: a global clip (`max_grad_norm`) and
+    `skip_nonfinite` use the gradients of all ranks. The state per rank shrinks with the number of ranks, in whole
+    tensors; a rank may have no tensor.
 
-    A ZeroRedundancyOptimizer that you construct with either option is refused, since each rank would use its own
-    gradients alone. Use `shard_update`, or add the ranks:
+    A ZeroRedundancyOptimizer that you construct with either option is refused, since each rank would use only its own
+    gradients. Use `shard_update`, or add the ranks:
     `functools.partial(Lamb, max_grad_norm=1.0, grad_norm_group=torch.distributed.group.WORLD)`.
 
     Args:

@@ -20,9 +20,9 @@ __all__ = ["OwnSchedule"]
 
 
 class OwnSchedule(LRScheduler):
-    """A torch scheduler that writes nothing, for trainers that would otherwise make one of their own.
+    """A torch scheduler that does not change the learning rate, for trainers that would otherwise create one.
 
-    The optimizer's own schedules, such as `Lamb(lr=bighorn.schedules.Cosine(...))`, stay in charge.
+    The optimizer's own schedules, such as `Lamb(lr=bighorn.schedules.Cosine(...))`, set it.
 
     Args:
         optimizer: The optimizer, or a wrapper of it.

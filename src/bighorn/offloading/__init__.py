@@ -1,4 +1,4 @@
-"""Optimizer offload: state and arithmetic in the host's memory, beside the backward pass of a model on a device.
+"""Optimizer offload: state and arithmetic in host memory, during the backward pass of a model on a device.
 
 `offload.py` checks the arguments, `optimizer.py` has the methods for the training loop, `step.py` holds one step, and
 `copies.py` is all that depends on the device.

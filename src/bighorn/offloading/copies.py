@@ -23,7 +23,7 @@ class Arrival(Protocol):
 
 
 class Copies(Protocol):
-    """The memory of the host that a device reaches, and the copies in both directions.
+    """Host memory that a device can access, and copies in both directions.
 
     Copies in one direction need not take place in the order in which they began, except copies to the same memory.
     """
@@ -50,7 +50,7 @@ class AcceleratorCopies:
         self._outward, self._inward = torch.Stream(device), torch.Stream(device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return page-locked memory, which the device copies from and to by itself."""
+        """Return page-locked memory, which the device can copy without the CPU."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def to_host(self, pairs: Pairs) -> Arrival:

@@ -32,38 +32,37 @@ def offload(
     bucket_mb: float = 10.0,
     copies: Copies | None = None,
 ) -> OffloadedOptimizer:
-    """Keep an optimizer's state in the host's memory, and step there, beside the passes of a model on a device.
+    """Keep an optimizer's state in host memory, and step on the CPU while the device runs the model.
 
-    Weights stay on the device. Gradients leave it in buckets while `backward()` runs, and are freed there. `step()`
-    steps each bucket on the CPU while the new weights of the one before are copied back. The training loop does not
-    change. The returned optimizer takes the place of the one passed, also for schedulers and checkpoints, whose
-    contents are as if nothing were offloaded.
+    Weights stay on the device. Gradients are copied to the host in buckets while `backward()` runs, and freed on the
+    device. `step()` steps each bucket on the CPU while it copies back the new weights of the bucket before. The
+    training loop does not change. Use the returned optimizer in place of the one passed, also for schedulers and
+    checkpoints; checkpoints do not differ.
 
-    Results equal the same optimizer on the CPU with the same gradients, bit for bit, also with `max_grad_norm`
-    below. The exception is Lamb's and Came's own `max_grad_norm` and `skip_nonfinite`: the device adds up the squares
-    of all gradients, in float64 as they do, but in another order. The norm then differs by about 1e-15 of itself, which
-    parameters in float64 show, and others in rare steps.
+    Results are bitwise identical to the same optimizer on the CPU with the same gradients, also with `max_grad_norm`
+    below. The exception is Lamb's and Came's own `max_grad_norm` and `skip_nonfinite`: the device sums the squares of
+    all gradients in float64, but in another order, so the norm differs by a relative 1e-15.
 
-    After `backward()`, gradients no longer exist on the device, so that `clip_grad_norm_` finds none. A copy of the
-    model, by deepcopy or pickle, is not offloaded, and is as if it had never been.
+    After `backward()` no gradients are left on the device, so `clip_grad_norm_` clips nothing. Copies of the model, by
+    deepcopy or pickle, are not offloaded.
 
     Args:
         model: A model on a device; with FSDP2, call this after `fully_shard`.
         optimizer: A Lamb, Came or Lars, or one of `torch.optim` over the model's parameters. It may have state.
-        masters: Step float32 masters of 16-bit weights, which are in `state_dict()` as "master". For Lamb and Came this
-            computes what their `weight_rounding="master"` does. Default: False.
+        masters: Step float32 masters of 16-bit weights; `state_dict()` has them as "master". For Lamb and Came this
+            equals `weight_rounding="master"`. Default: False.
         max_grad_norm: Clip as `clip_grad_norm_(params, max_grad_norm)` does, for an optimizer of `torch.optim`, with
-            the parameters in its order; a gradient that is not finite makes every gradient NaN, or 0, as in torch.
-            With masters, gradients are float32 before they are clipped. Lamb and Came have this option themselves.
+            the parameters in its order. A gradient that is not finite makes every gradient NaN, or 0, as in torch.
+            With masters, gradients are float32 before they are clipped. Use Lamb's and Came's own option instead.
             Default: None.
-        scaler: The scaler of the loss, for which `step()` then replaces `scaler.step(optimizer)`. Default: None.
-        bucket_mb: The size of a bucket in millions of bytes; gradients of two are on the device. Default: 10.0.
+        scaler: The scaler of the loss. Call `step()` instead of `scaler.step(optimizer)`. Default: None.
+        bucket_mb: The size of a bucket in millions of bytes. Gradients of two buckets are on the device. Default: 10.0.
         copies: The copies of a device that torch has no streams for. Default: None.
 
     Raises:
         TypeError: An argument of a wrong type.
         ValueError: An option out of range, parameters on the CPU or on several devices, or a model or optimizer that
-            is not supported. The message gives the remedy, and nothing has changed.
+            is not supported. The message gives the remedy; model and optimizer are unchanged.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv:2101.06840v1, section 4.
 

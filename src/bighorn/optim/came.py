@@ -117,67 +117,70 @@ class CameAlgorithm(Algorithm[CameOptions]):
 class Came(KernelOptimizer):
     r"""CAME, which combines Adafactor's memory with a confidence-guided momentum.
 
-    The second moment of a matrix is kept as one average per row and one per column. The step is the momentum divided by
-    its recent distance from the update, again in averages per row and column. Luo et al., "CAME: Confidence-guided
-    Adaptive Memory Efficient Optimization", arXiv:2307.02047v2, Algorithm 2, as came-pytorch computes it. The state is
-    a little more than one number per parameter, where Adam has two.
+    The second moment of a matrix is stored as one average per row and one per column. The step is the momentum divided
+    by its recent distance from the update, the instability, which is stored in the same way. Luo et al., "CAME:
+    Confidence-guided Adaptive Memory Efficient Optimization", arXiv:2307.02047v2, Algorithm 2, as came-pytorch computes
+    it. The state is slightly more than one number per parameter; Adam's is two.
 
     Args:
-        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
-            and any option below that is not marked *whole optimizer*. Groups have two more keys: `stacked` (True: dim
-            0 stacks independent layers, each factored and clipped by itself) and `grad_centralization` (True:
-            gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
-            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
+        params: Tensors, (name, tensor) pairs such as `model.named_parameters()`, or groups. A group is a dict with
+            `params` and any option below that is not marked *whole optimizer*. It may have two more keys: `stacked`
+            (True: dim 0 stacks independent layers, each with its own factors and clip) and `grad_centralization` (True:
+            subtract the mean over dims 1 to the last from gradients of 2 or more dims; "conv": from gradients of 3 or
+            more).
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
+            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
+            first.
             Required unless every group has one. Default: None.
-        betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1): the
-            instability is measured against the momentum, which at 0 would be u itself, so that steps would be divided
-            by eps alone. The others are in [0, 1). Default: (0.9, 0.999, 0.9999).
+        betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1), the
+            others in [0, 1). With 0 for the first, the momentum would equal u, the instability would be 0, and eps
+            alone would divide the step. Default: (0.9, 0.999, 0.9999).
         eps: Added to the squared gradient and to the instability, each at least 1.2e-38. Default: (1e-30, 1e-16).
-        weight_decay: At least 0: a number, an iterable or a schedule; x shrinks by lr * weight_decay. Default: 0.0.
-        clip_threshold: u is scaled down to this root mean square, above 0. Default: 1.0.
-        factor: "matrix": a tensor of more than 2 dims is a matrix of dim 0 by all other dims, and is left unfactored if
-            its factors would not be smaller. "last_two": the published rule, a matrix for each index of the leading
-            dims. "linear": SANA's rule, matrices and 1x1 convolutions alone. Default: "matrix".
+        weight_decay: At least 0: a number, an iterable or a schedule. x is multiplied by 1 - lr * weight_decay.
+            Default: 0.0.
+        clip_threshold: The largest root mean square of u, above 0. Default: 1.0.
+        factor: "matrix": treat a tensor of more than 2 dims as a matrix of dim 0 by all other dims, and do not factor
+            it if its factors would not be smaller. "last_two": the published rule, one matrix for each index of the
+            leading dims. "linear": SANA's rule, only matrices and 1x1 convolutions. Default: "matrix".
         decay_rate: If given, 1 - t ** -decay_rate replaces betas[1] at step t; mindformers uses 0.8. Default: None.
         scale_parameter: Multiply lr by the root mean square of x, at least scale_eps. Default: False.
-        scale_eps: See scale_parameter; above 0. Default: 1e-3.
-        bias_correction: Correct the averages of the instability for their start at 0, which suits AdamW's learning
+        scale_eps: The least factor of scale_parameter, above 0. Default: 1e-3.
+        bias_correction: Correct the averages of the instability for their start at 0. With True use AdamW's learning
             rate. The published rule does not correct them: its first step is about 11 times lr, and on two tasks its
-            best learning rate was 0.1 and 0.4 of AdamW's. Default: False.
-        cautious: Zero the elements of the step whose sign differs from the gradient's, and divide the others by the
-            share that is kept (at least 0.001), before weight decay. Liang et al., "Cautious Optimizers: Improving
+            best learning rate was 0.1 and 0.4 times AdamW's. Default: False.
+        cautious: Set the elements of the step whose sign differs from the gradient's to 0, and divide the others by the
+            share that is kept, at least 0.001, before weight decay. Liang et al., "Cautious Optimizers: Improving
             Training with One Line of Code", arXiv:2411.16085v4, Algorithm 1. Default: False.
-        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
-            where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
-            this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
-            optimizer.* Default: False.
+        max_grad_norm: Clip the 2-norm of all gradients of all groups to this value. *Whole optimizer.* Default: None.
+        skip_nonfinite: Skip a step whose gradients are not finite. Also skip one whose 2-norm is above 2^53, beyond
+            which squares can overflow float32, unless max_grad_norm clips it. `telemetry()` counts skipped steps.
+            Without this option, such a step can turn a whole parameter into NaN. *Whole optimizer.* Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
-            parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
-            -> bool. Names do not include wrappers: `0.bias`, not DistributedDataParallel's
-            `module.0.bias` or torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8" and "int4" (both
-            in blocks of 256 in a row of a matrix, each with a scale), or None for float32 (float64 for float64
-            parameters). With "int4", rows of an odd number of elements have 8 bits. Averages of rows and columns are
-            never below float32. Default: None.
-        min_8bit_size: The fewest elements of a tensor whose state is kept in blocks. Smaller tensors, tensors of less
-            than 2 dims, and with "last_two" stacks of matrices with rows of fewer than 8 elements, such as
-            convolutions, keep float32. Default: 4096.
-        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
-            "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
-            float32 in the state. It leaves parameters of 32 and 64 bits as they are. Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic" and "int4", which otherwise depend only on the step,
-            the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
-        grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
-            part of the model's parameters: pipeline stages, experts on meshes of their own, or ZeroRedundancyOptimizer,
-            for which `bighorn.shard_update` sets it. The first rank of the group that holds a distributed parameter
-            counts it; each rank counts its plain ones. *Whole optimizer.* Default: None.
+            parameter names, "ndim<2" (biases and the scales of norms), a list of both, or a callable (name, param)
+            -> bool. Names do not include wrappers: use `0.bias`, not DistributedDataParallel's `module.0.bias` or
+            torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, torch.float16, "int8", "int4", or None
+            for float32 (float64 for float64 parameters). "int8" and "int4" store blocks of 256 elements in a row of a
+            matrix, each block with a scale. With "int4", odd row lengths fall back to 8 bits. Averages of rows and
+            columns are at least float32. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is stored in "int8" or "int4". Smaller tensors, and tensors
+            of less than 2 dims, keep float32. So do convolutions with factor="last_two", whose rows have fewer than 8
+            elements. Default: 4096.
+        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest" loses small steps; "stochastic" is
+            unbiased; "kahan" and "kahan8" keep 16 and 8 more bits in the state; "master" keeps a float32 copy in the
+            state. It has no effect on parameters of 32 and 64 bits. Default: "nearest".
+        rounding_seed: The seed of the random bits of "stochastic" and "int4". The bits also depend on the step, the
+            parameter's name (or its indices in `param_groups`) and the element, and on nothing else. Default: 0.
+        grad_norm_group: The process group for the norm of max_grad_norm and skip_nonfinite, if each rank has only a
+            part of the model's parameters. This is so for pipeline stages, for experts on their own meshes, and for
+            ZeroRedundancyOptimizer, where `bighorn.shard_update` sets it. A distributed parameter counts once, on the
+            first rank of the group that holds it; each rank counts its plain parameters. *Whole optimizer.*
+            Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.
-        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
-            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        backend: "auto", or one backend without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach" (any
+            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.

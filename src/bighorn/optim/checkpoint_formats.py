@@ -174,9 +174,9 @@ _OF_SANA: dict[str, Any] = {
 }
 _FIXED = "give weight_decay a schedule that does not fall as lr does, and load with False"
 _NOT_OF_CAME: dict[tuple[str, bool | str], str] = {
-    ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load the model alone",
+    ("ams_bound", True): "Bighorn has no AMSGrad for CAME; load only the model",
     ("fixed_decay", True): _FIXED,
-    ("weight_decouple", False): "Bighorn's CAME has decoupled decay alone; load the model alone",
+    ("weight_decouple", False): "Bighorn's CAME has decoupled decay alone; load only the model",
 }
 
 FORMATS = (
@@ -266,9 +266,9 @@ FORMATS = (
         marks=frozenset({"lr", "betas", "eps", "weight_decay", "weight_decouple", "rectify", "grad_averaging"}),
         becomes={"weight_decouple": lambda on: {"decay_mode": "decoupled" if on else "ratio"}},
         refused={
-            ("rectify", True): "Bighorn has no rectified step; load the model alone",
+            ("rectify", True): "Bighorn has no rectified step; load only the model",
             ("fixed_decay", True): _FIXED,
-            ("adanorm", True): "Bighorn has no AdaNorm; load the model alone",
+            ("adanorm", True): "Bighorn has no AdaNorm; load only the model",
         },
         left_out=("foreach", "max_grad_norm", "adam_debias", "adanorm_r"),
         implied={
@@ -287,7 +287,7 @@ FORMATS = (
         algorithm="lars",
         marks=frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov", "trust_coeff", "trust_clip"}),
         becomes={"trust_coeff": lambda value: {"trust_coefficient": value}},
-        refused={("dampening", True): "Bighorn's momentum adds the whole gradient; load the model alone"},
+        refused={("dampening", True): "Bighorn's momentum adds the whole gradient; load only the model"},
         left_out=("foreach",),
         implied={"denominator": ("sum",), "maximize": (False,)},
         adds={"lr_in_momentum": False},
@@ -339,8 +339,8 @@ FORMATS = (
         joined={"eps": ("eps1", "eps2")},
         refused={
             **_NOT_OF_CAME,
-            ("update_strategy", "grams"): "Bighorn has no Grams; load the model alone",
-            ("cautious_weight_decay", True): "Bighorn's decay is of all elements; load the model alone",
+            ("update_strategy", "grams"): "Bighorn has no Grams; load only the model",
+            ("cautious_weight_decay", True): "Bighorn's decay is of all elements; load only the model",
         },
         left_out=(
             *("foreach", "compile_step", "sync_chunk_size", "state_storage_dtype", "state_storage_device"),
@@ -350,7 +350,7 @@ FORMATS = (
         adds={"factor": "last_two"},
         state_left_out=("RMS", "exp_avg_sq_hat"),
         state_refused={
-            "exp_avg_res": "Bighorn's CAME has no confidence of vectors (non_factored_confidence); load the model alone"
+            "exp_avg_res": "Bighorn's CAME has no confidence of vectors (non_factored_confidence); load only the model"
         },
         unsaved=(
             'its stochastic rounding of bfloat16 weights, here weight_rounding="stochastic"; checkpoints of 2025 do '

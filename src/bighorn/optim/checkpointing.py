@@ -80,7 +80,7 @@ def converted(
     if row.algorithm != algorithm.name:
         raise ValueError(
             f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.class_name}'s: load it into "
-            f"{Algorithm.known[row.algorithm].class_name}, or load the model alone and start the optimizer afresh"
+            f"{Algorithm.known[row.algorithm].class_name}, or load only the model and start the optimizer afresh"
         )
     ours = [row.group(group) for group in groups]
     states = dict(state_dict["state"])
@@ -193,7 +193,7 @@ def wrap(state_dict: dict[str, Any], current: list[Group]) -> dict[str, Any]:
     if theirs != ours:
         raise ValueError(
             f"the loaded param_groups have {theirs} parameters, and this optimizer's have {ours}: make the groups of "
-            "the run that saved them, in its order (timm's factory makes two), or load the model alone"
+            "the run that saved them, in its order (timm's factory makes two), or load only the model"
         )
     return {**state_dict, "state": {key: OpaqueState(state) for key, state in state_dict["state"].items()}}
 
@@ -245,7 +245,7 @@ def _refuse_strange(state: Mapping[str, Any], spec: StateSpec, what: str) -> Non
     if tensors and state.keys().isdisjoint(spec):
         raise ValueError(
             f"the state of {what} has {' and '.join(tensors[:2])}, and no entry of Bighorn's: it is another "
-            "optimizer's, so load it into that one, or load the model alone"
+            "optimizer's, so load it into that one, or load only the model"
         )
 
 

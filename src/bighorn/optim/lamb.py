@@ -164,73 +164,75 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
 class Lamb(KernelOptimizer):
     r"""LAMB, layer-wise adaptive moments for large batches, in one fused pass.
 
-    Weight decay is added to Adam's step r, u = r + weight_decay * x, and each layer moves by the learning rate times
-    its own trust ratio ||x|| / ||u|| (1 where either norm is 0). You et al., "Large Batch Optimization for Deep
-    Learning: Training BERT in 76 minutes", arXiv:1904.00962v5, Algorithm 2. Earlier versions of the paper differ: v3
-    has no bias correction.
+    With Adam's step r, the update is u = r + weight_decay * x. Each layer moves by -lr * q * u, where q is its trust
+    ratio ||x|| / ||u||, or 1 where either norm is 0. You et al., "Large Batch Optimization for Deep Learning: Training
+    BERT in 76 minutes", arXiv:1904.00962v5, Algorithm 2. Version 3 of the paper has no bias correction.
 
     Args:
-        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
-            and any option below that is not marked *whole optimizer*. Groups have three more keys: `adapt` (False: no
-            trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio) and
-            `grad_centralization` (True: gradients of 2 or more dims lose their mean over dims 1..; "conv": 3 or more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
-            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
-            `group["lr"]` holds the value that was used last. Default: 1e-3.
+        params: Tensors, (name, tensor) pairs such as `model.named_parameters()`, or groups. A group is a dict with
+            `params` and any option below that is not marked *whole optimizer*. It may have three more keys: `adapt`
+            (False: no trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio)
+            and `grad_centralization` (True: subtract the mean over dims 1 to the last from gradients of 2 or more dims;
+            "conv": from gradients of 3 or more).
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
+            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
+            first.
+            `group["lr"]` holds the value of the last step. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
-        eps: Added to the root of the second moment, at least 0; with 0, an element whose gradients have all been 0 is
-            divided by 0. Default: 1e-6.
+        eps: Added to the root of the second moment, at least 0. With 0, an element whose gradients have all been 0
+            divides by 0. Default: 1e-6.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
-        adam: Fix the trust ratio to 1: AdamW with decay_mode="decoupled", Adam with "l2". Default: False.
-        hyperball: Keep the norm of each matrix (of each slice of a stacked one) instead of a trust ratio: x moves by lr
-            times its norm, and back to the norm that it had at the first step. Parameters of less than 2 dims, and
-            those in `exclude_from_layer_adaptation`, take steps of AdamW. Matrices have no weight decay, and none may
-            be all zeros. Wen et al., arXiv:2606.16899v1. Default: False.
-        bias_correction: True: as in v5 of the paper. False: none, as in v3. "lr": a factor sqrt(1 - beta2^t) /
-            (1 - beta1^t) of the learning rate, outside the ratio (DeepSpeed). Default: True.
-        grad_averaging: False: the gradient enters the first moment without the factor 1 - beta1. Default: True.
-        decay_mode: "ratio": decay inside u, as in the paper. "decoupled": x shrinks by 1 - lr * weight_decay first.
-            "l2": weight_decay * x is added to the gradient. Default: "ratio".
-        corrected_weight_decay: Multiply decoupled decay by lr / the largest learning rate, which is this number, or the
-            number given as `lr` with True (arXiv:2506.02285; timm). Default: False.
+        adam: Use a trust ratio of 1. This is AdamW with decay_mode="decoupled", and Adam with "l2". Default: False.
+        hyperball: Keep the norm of each matrix, or of each slice of a stacked one, instead of using a trust ratio: x
+            moves by lr times its norm, and is then scaled to the norm that it had at the first step. Parameters of less
+            than 2 dims and parameters in `exclude_from_layer_adaptation` take AdamW's step. Matrices have no weight
+            decay, and none may be all zeros. Wen et al., arXiv:2606.16899v1. Default: False.
+        bias_correction: True: correct both moments, as in v5 of the paper. False: correct neither, as in v3. "lr":
+            multiply the learning rate by sqrt(1 - beta2^t) / (1 - beta1^t), outside the ratio (DeepSpeed). Default:
+            True.
+        grad_averaging: False: add the gradient to the first moment without the factor 1 - beta1. Default: True.
+        decay_mode: "ratio": decay inside u, as in the paper. "decoupled": multiply x by 1 - lr * weight_decay first.
+            "l2": add weight_decay * x to the gradient. Default: "ratio".
+        corrected_weight_decay: Multiply decoupled decay by lr / largest lr. The largest lr is this number; with True it
+            is the number given as `lr` (arXiv:2506.02285; timm). Default: False.
         always_adapt: False: no trust ratio if weight_decay is 0 (apex, timm). Default: True.
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
-        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
-        skip_nonfinite: Write nothing in a step whose gradients are not finite, or whose 2-norm is above 2^53, from
-            where squares can overflow float32, and which max_grad_norm clips; `telemetry()` counts such steps. Without
-            this option, such a step can turn a whole parameter into NaN, where AdamW loses one element. *Whole
-            optimizer.* Default: False.
+        max_grad_norm: Clip the 2-norm of all gradients of all groups to this value. *Whole optimizer.* Default: None.
+        skip_nonfinite: Skip a step whose gradients are not finite. Also skip one whose 2-norm is above 2^53, beyond
+            which squares can overflow float32, unless max_grad_norm clips it. `telemetry()` counts skipped steps.
+            Without this option, such a step can turn a whole parameter into NaN. *Whole optimizer.* Default: False.
         second_moment: "adam", "amsgrad" (its running maximum) or "adagrad" (a sum, uncorrected, not in
             bfloat16). Default: "adam".
-        cautious: Zero the elements of r whose sign differs from the gradient's, and divide the others by the share that
-            is kept (at least 0.001). Default: False.
+        cautious: Set the elements of r whose sign differs from the gradient's to 0, and divide the others by the share
+            that is kept, at least 0.001. Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
         exclude_from_weight_decay: The parameters without weight decay: regular expressions that are searched for in
-            parameter names, "ndim<2" (biases and the scales of norms; also in the list), or a callable (name, param)
-            -> bool. Names do not include wrappers: `0.bias`, not DistributedDataParallel's
-            `module.0.bias` or torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
+            parameter names, "ndim<2" (biases and the scales of norms), a list of both, or a callable (name, param)
+            -> bool. Names do not include wrappers: use `0.bias`, not DistributedDataParallel's `module.0.bias` or
+            torch.compile's `_orig_mod.0.bias`. *Whole optimizer.* Default: None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, "int8" or "int4" (the last two in blocks
-            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
-            bfloat16 the second moment stops following small gradients; with the others it does not. With "int4" it has
-            8 bits, as the first one in rows of an odd number of elements. Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
-            2 dims, keep float32. Default: 4096.
-        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest", which loses small steps;
-            "stochastic", unbiased; "kahan" and "kahan8", with 16 and 8 more bits in the state; "master", with the
-            float32 in the state. It leaves parameters of 32 and 64 bits as they are. Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic", "int8" and "int4", which otherwise depend only on
-            the step, the parameter's name (or its indices in `param_groups`) and the element. Default: 0.
-        grad_norm_group: The process group over whose ranks max_grad_norm and skip_nonfinite sum, if each rank has a
-            part of the model's parameters: pipeline stages, experts on meshes of their own, or ZeroRedundancyOptimizer,
-            for which `bighorn.shard_update` sets it. The first rank of the group that holds a distributed parameter
-            counts it; each rank counts its plain ones. *Whole optimizer.* Default: None.
+        state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, "int8", "int4", or None for float32
+            (float64 for float64 parameters). "int8" and "int4" store blocks of 256 elements in a row of dim 0, each
+            block with a scale. With bfloat16 the second moment stops following small gradients. With "int4", the second
+            moment is stored in 8 bits; the first falls back to 8 bits for odd row lengths. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is stored in "int8" or "int4". Smaller tensors, and tensors
+            of less than 2 dims, keep float32. Default: 4096.
+        weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest" loses small steps; "stochastic" is
+            unbiased; "kahan" and "kahan8" keep 16 and 8 more bits in the state; "master" keeps a float32 copy in the
+            state. It has no effect on parameters of 32 and 64 bits. Default: "nearest".
+        rounding_seed: The seed of the random bits of "stochastic", "int8" and "int4". The bits also depend on the step,
+            the parameter's name (or its indices in `param_groups`) and the element, and on nothing else. Default: 0.
+        grad_norm_group: The process group for the norm of max_grad_norm and skip_nonfinite, if each rank has only a
+            part of the model's parameters. This is so for pipeline stages, for experts on their own meshes, and for
+            ZeroRedundancyOptimizer, where `bighorn.shard_update` sets it. A distributed parameter counts once, on the
+            first rank of the group that holds it; each rank counts its plain parameters. *Whole optimizer.*
+            Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.
-        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
-            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        backend: "auto", or one backend without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach" (any
+            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.

@@ -37,7 +37,7 @@ class LarsAlgorithm(LayerwiseAlgorithm[LarsOptions]):
 
 
 class Lars(KernelOptimizer):
-    r"""LARS, momentum whose learning rate each layer multiplies by a trust ratio, in two passes.
+    r"""LARS, momentum with a learning rate that is multiplied by a trust ratio in each layer.
 
     With u = g + weight_decay * x, each layer has the ratio q = trust_coefficient * ||x|| / (||g|| + weight_decay *
     ||x|| + eps), 1 where ||x|| or ||g|| is 0. The momentum is m = momentum * m + lr * q * u, and x moves by -m. You,
@@ -45,25 +45,26 @@ class Lars(KernelOptimizer):
     one number per parameter, half of Adam's.
 
     Args:
-        params: Tensors, (name, tensor) pairs as `model.named_parameters()` gives them, or groups: dicts with `params`
-            and any option below that is not marked *whole optimizer*. Groups have three more keys, as in
+        params: Tensors, (name, tensor) pairs such as `model.named_parameters()`, or groups. A group is a dict with
+            `params` and any option below that is not marked *whole optimizer*. It may have three more keys, as in
             `bighorn.Lamb`: `adapt`, `stacked` and `grad_centralization`.
-        lr: Learning rate, at least 0: a number; a tensor of one element, read at each step; an iterable, whose entry
-            t - 1 holds at step t; or a schedule, called with the step (0 for the first), as in `bighorn.schedules`.
-            The trust coefficient multiplies it in layers with a ratio, so it is larger than SGD's. Default: 1.0.
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
+            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
+            first.
+            The trust coefficient multiplies it in layers with a ratio: use a larger rate than for SGD. Default: 1.0.
         momentum: Decay of the sum of past steps, in [0, 1). Default: 0.9.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.
-        nesterov: Move x by momentum * m and this step's lr * q * u, as Nesterov's momentum looks ahead. Default: False.
+        nesterov: Move x by -(momentum * m + lr * q * u), Nesterov's momentum. Default: False.
         trust_coefficient: The factor of the trust ratio, above 0. Default: 1e-3.
         eps: Added to the denominator of the trust ratio, at least 0. Default: 1e-8.
         denominator: "sum": ||g|| + weight_decay * ||x||, as in the paper. "joint": ||g + weight_decay * x|| (optax,
             SimCLR). Default: "sum".
-        trust_clip: At most 1 for the trust ratio over lr, so that a layer's learning rate is at most lr (LARC of apex
+        trust_clip: Clip the trust ratio divided by lr to 1, so that a layer's learning rate is at most lr (LARC of apex
             and timm). Default: False.
-        lr_in_momentum: True: the momentum has lr * q * u, as in the paper. False: it has q * u, and x moves by -lr * m
-            (torch.optim.SGD, timm), which is the same unless lr changes. Default: True.
+        lr_in_momentum: True: the momentum sums lr * q * u, as in the paper. False: it sums q * u, and x moves by
+            -lr * m (torch.optim.SGD, timm). Both are the same while lr is constant. Default: True.
         always_adapt: False: no trust ratio if weight_decay is 0 (timm). Default: True.
-        max_grad_norm: Scale gradients down to this 2-norm, taken over all groups. *Whole optimizer.* Default: None.
+        max_grad_norm: Clip the 2-norm of all gradients of all groups to this value. *Whole optimizer.* Default: None.
         skip_nonfinite: As for `bighorn.Lamb`: write nothing in a step whose gradients are not finite. *Whole
             optimizer.* Default: False.
         maximize: Maximize the objective instead of minimizing it. Default: False.
@@ -72,19 +73,19 @@ class Lars(KernelOptimizer):
             None.
         exclude_from_layer_adaptation: The parameters without a trust ratio, in the same forms. *Whole optimizer.*
             Default: None.
-        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, "int8" or "int4" (the last two in blocks
-            of 256 in a row of dim 0, each with a scale), or None for float32 (float64 for float64 parameters). With
-            "int4", rows of an odd number of elements have 8 bits. Default: None.
-        min_8bit_size: The fewest elements of a tensor that is kept in blocks. Smaller tensors, and tensors of less than
-            2 dims, keep float32. Default: 4096.
+        state_dtype: The dtype of the momentum: torch.float32, torch.bfloat16, "int8", "int4", or None for float32
+            (float64 for float64 parameters). "int8" and "int4" store blocks of 256 elements in a row of dim 0, each
+            block with a scale. With "int4", odd row lengths fall back to 8 bits. Default: None.
+        min_8bit_size: The fewest elements of a tensor that is stored in "int8" or "int4". Smaller tensors, and tensors
+            of less than 2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters, as for `bighorn.Lamb`: "nearest",
             "stochastic", "kahan", "kahan8" or "master". Default: "nearest".
         rounding_seed: The seed of the random bits of "stochastic" and "int4". Default: 0.
         grad_norm_group: As for `bighorn.Lamb`. *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.
-        backend: "auto", or a backend that is used without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach"
-            (any device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
+        backend: "auto", or one backend without a fallback: "cpu" (the C library), "triton" (GPUs), "foreach" (any
+            device) or "reference" (any device, slow). *Whole optimizer.* Default: "auto".
 
     Raises:
         TypeError: An unknown option, or a value of a wrong type.

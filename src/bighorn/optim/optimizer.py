@@ -151,7 +151,7 @@ class KernelOptimizer(Reports):
     @eager
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step for every parameter that has a gradient. `.grad` is only read.
+        """Take one step for every parameter that has a gradient. `.grad` is not changed.
 
         Args:
             closure: A function that computes the loss and its gradients again, and returns the loss. Default: None.
@@ -255,7 +255,7 @@ class KernelOptimizer(Reports):
         self.step_param(parameter, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters. It ends a step whose parameters a trainer's hooks have handed in.
+        """Reset the gradients of all parameters. It also ends a step that a trainer's hooks began by `step_param`.
 
         Args:
             set_to_none: Whether gradients become None in place of zeros. Default: True.
@@ -265,7 +265,7 @@ class KernelOptimizer(Reports):
         super().zero_grad(set_to_none)
 
     def whole_step_reason(self) -> str | None:
-        """The reason why every gradient is needed before the first parameter is written, or None."""
+        """Return why a step needs every gradient before it writes the first parameter, or None."""
         if (option := self._settings.all_grads_option) is not None:
             return f"{option} looks at all gradients first; leave it out"
         return flat_tensors.WHOLE_STEP if self._records.has_flat else None
@@ -286,7 +286,7 @@ class KernelOptimizer(Reports):
         return entries_of(parameters(groups), groups, flat, self.algorithm, self._settings)
 
     def agreement(self, params: set[Tensor]) -> list[str]:
-        """Return lines about the options and some parameters, which are the same on ranks that step alike.
+        """Return lines about the options and some parameters. Ranks that take the same steps have the same lines.
 
         Args:
             params: The parameters that all ranks hold.

@@ -26,9 +26,9 @@ class Preset:
         options: The options in addition to the defaults.
         differs: The differences from the paper (of LAMB: from its version 5), in words.
         source: The source: repository, file and commit, or package and version.
-        aliases: The names of others that compute the same.
+        aliases: The names of other packages' optimizers that compute the same.
         complete: A function from the parameters and the given options to further options. Default: None.
-        argument: The argument of the source that asks for it by True. Default: None.
+        argument: The boolean argument of the source that selects it. Default: None.
     """
 
     name: str

@@ -127,14 +127,14 @@ class Reports(Optimizer):
         return sizes
 
     def code_errors(self) -> dict[str, float]:
-        """Return the expected loss of a step in each first moment in 8 or 4 bits, from rounding it to codes.
+        """Return the expected rounding error of each first moment in 8 or 4 bits, relative to its norm.
 
-        The host waits for the device, and decodes a million codes at a time: for reports, not for every step. In 4 bits
-        a fifth is common and does no harm: the rounding is dithered, so that its mean is 0 (docs/precision-results.md).
-        A loss that grows in training means blocks with few values far above the others.
+        Call it for reports, not in every step: the host waits for the device, and decodes a million codes at a time. In
+        4 bits an error of 0.2 is common and does no harm, since dithered rounding has a mean error of 0. An error that
+        grows in training means that few values of a block are far above the others.
 
         Returns:
-            The norm of the loss relative to the moment's, by the parameter's name or its indices in `param_groups`, of
+            The norm of the error relative to the moment's, by the parameter's name or its indices in `param_groups`, of
             this rank's part. Only parameters with a moment in int8 or int4 are there; of two moments it is the first. A
             moment of zeros loses 0, and one that is not finite NaN.
 

@@ -105,7 +105,7 @@ class Settings:
         if (wrapper := _wrapper_with_more({id(tensor) for tensor in _tensors(params)})) is None:
             return
         raise ValueError(
-            f"{self.all_grads_option} would use the gradients of one rank alone, since {wrapper} gives each rank a "
+            f"{self.all_grads_option} would use only the gradients of one rank, since {wrapper} gives each rank a "
             "part of the parameters: use bighorn.shard_update(optimizer) with an optimizer that has this option, or "
             "give the ranks as grad_norm_group=torch.distributed.group.WORLD"
         )

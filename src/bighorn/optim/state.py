@@ -217,7 +217,7 @@ def _check_codes(
     """Raise unless these are the codes of a moment of a shape, and the scales of their blocks."""
     if form is None:
         raise ValueError(
-            f"state {name!r} of {what} has scales beside it, but dtype {values.dtype}, which its codes never have: it "
+            f"state {name!r} of {what} has scales, but dtype {values.dtype}, which its codes never have: it "
             "is damaged. Load another checkpoint, or drop optimizer.state of this parameter"
         )
     leading = max(scales.dim() - 1, 1)

@@ -48,9 +48,9 @@ class Released:
             raise ValueError(f"{label} has no gradient to be stepped with: run backward() first")
         if param in self.plans:
             raise RuntimeError(
-                f"{label} has taken this step already, and now has another gradient: call "
-                "optimizer.step() after each backward(). Gradients of several of them, or of reentrant checkpoints "
-                "that share the parameter, cannot be added up where each is stepped as soon as it is there"
+                f"{label} was already stepped, and now has another gradient: call optimizer.step() before another "
+                "backward(). Gradients of several backward() calls, or of reentrant checkpoints that share the "
+                "parameter, cannot be accumulated with released gradients"
             )
         return label
 

@@ -24,12 +24,10 @@ class LossScaler(GradScaler):
     """A `torch.amp.GradScaler` with a choice of policies, bounds, and one found_inf for all ranks, devices and meshes.
 
     Use it like torch's scaler, in your own training loop or in trainers that accept a GradScaler, with any torch
-    optimizer. Bighorn's optimizers unscale inside their step, which writes nothing on an overflow, so that the host
-    never waits.
+    optimizer. Bighorn's optimizers unscale inside the step and skip it on an overflow, so the host never waits.
 
-    Overflow is detected over all gradients of an optimizer together, after their reduction, so that an overflow on one
-    rank and one in the reduction are both found. If ranks can see different gradients, found_inf is the maximum over
-    ranks, with one all-reduce of one number:
+    An overflow is detected in all gradients of an optimizer, after their reduction. If ranks can see different
+    gradients, found_inf is the maximum over ranks, from one all-reduce of one number:
 
     * One process, DistributedDataParallel, and ZeroRedundancyOptimizer above it: every rank sees the same reduced
       gradients, so nothing is sent.
@@ -48,8 +46,8 @@ class LossScaler(GradScaler):
         skip_on_overflow: False: step even if gradients are not finite. Default: True.
         max_consecutive_overflows: The number of consecutive steps with an overflow after which the next one raises. The
             error comes one step late, so that the host need not wait for the device. None: never. Default: None.
-        process_group: The ranks that share found_inf, each of which must step as often as the others. None: as
-            described above. Default: None.
+        process_group: The ranks that share found_inf; all must take the same number of steps. None: as described
+            above. Default: None.
         enabled: False: everything passes through unscaled. Default: True.
 
     Raises:
@@ -161,14 +159,14 @@ class LossScaler(GradScaler):
     def _give_up(self, overflows: int) -> NoReturn:
         raise FloatingPointError(
             f"{overflows} steps in a row overflowed (max_consecutive_overflows={self.max_consecutive_overflows}, the "
-            f"scale is {self.get_scale():g} now). Not finite were the gradients of "
+            f"scale is {self.get_scale():g} now), in the gradients of "
             f"{'; '.join(filter(None, map(OverflowReport.describe, self._overflow_reports)))}. If the scale is "
             "small, the model itself diverges: go back to a checkpoint, and lower the learning rate or keep these "
             "layers in float32"
         )
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients, unless `unscale_` has, and step unless one is not finite.
+        """Unscale the gradients, unless `unscale_` did, and step if all of them are finite.
 
         Args:
             optimizer: Any torch optimizer.

@@ -14,7 +14,7 @@ RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float
 
 
 def scaled_lr(base_lr: float, base_batch: int, batch: int, rule: str = "sqrt") -> float:
-    """Return the learning rate for `batch`, given that `base_lr` is good for `base_batch`.
+    """Scale a learning rate that was tuned at `base_batch` to the batch size `batch`.
 
     Args:
         base_lr: A learning rate.
@@ -36,7 +36,7 @@ def scaled_lr(base_lr: float, base_batch: int, batch: int, rule: str = "sqrt") -
 def large_batch(
     base_lr: float, base_batch: int, batch: int, *, steps: int, base_warmup: float, rule: str = "sqrt"
 ) -> Schedule:
-    """Return the schedule for `batch` from values that are good for `base_batch`, by the rule of LAMB's authors.
+    """Derive the schedule for `batch` from values that were tuned at `base_batch`, as LAMB's authors do.
 
     The learning rate grows by the square root of the batch and the warm-up's share of the run grows linearly, so that
     at a fixed number of epochs the warm-up always takes the same number of steps. Linear decay to 0 follows. Nothing is
@@ -47,7 +47,7 @@ def large_batch(
     warm-up.
 
     Args:
-        base_lr: The peak learning rate that is good for `base_batch`.
+        base_lr: The peak learning rate that was tuned at `base_batch`.
         base_batch: Samples per step that `base_lr` and `base_warmup` are meant for.
         batch: Samples per step of this run.
         steps: Steps of this run, warm-up included.

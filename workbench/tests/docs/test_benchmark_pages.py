@@ -18,6 +18,7 @@ import equal_tuning
 import four_bits
 import front
 import lora
+import loss_curves
 import offload
 import offload_peers
 import precision_table
@@ -44,7 +45,7 @@ def cells(name: str, shapes: str) -> dict[str, str]:
     measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
     ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}
-    return {label: f"{each['median']:.2f} ({each['p10']:.2f}-{each['p90']:.2f})" for label, each in ratios.items()}
+    return {label: front.speed(each) for label, each in ratios.items()}
 
 
 def test_the_study_of_lora_shows_what_its_page_says() -> None:
@@ -92,9 +93,9 @@ def test_the_study_of_adapters_shows_what_its_page_says() -> None:
         assert max(rule.values()) < 0.045
 
 
-def test_the_page_of_peft_has_the_differences_of_the_study() -> None:
+def test_the_page_of_adapters_has_the_differences_of_the_study() -> None:
     """It once described LoRA, 0.03 behind, as good, and LoKr, 0.02 behind, as slightly behind."""
-    page, runs = (ROOT / "docs" / "with-peft.md").read_text(), json.loads(adapters.RESULT.read_text())["runs"]
+    page, runs = (ROOT / "docs" / "with-transformers.md").read_text(), json.loads(adapters.RESULT.read_text())["runs"]
     for adapter in adapters.ADAPTERS:
         behind = set()
         for warm_up in adapters.WARM_UPS:
@@ -132,29 +133,37 @@ def test_a_picture_has_its_colours_where_css_variables_are_unknown(picture: Path
 
 
 def test_the_readme_says_what_the_files_say() -> None:
-    pages = {page: " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/speed.md")}
+    pages = {page: " ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/benchmarks.md")}
     text = pages["README.md"]
-    panels = [f"{panel}: {words(front.peer_ratios(panel))}" for panel in front.PEERS]
-    assert all(panel in page for panel in panels for page in pages.values())
     rows = {name: row for name, row in front.memory_rows().items() if row["state"] is not None}
     totals = {name: row["weights"] + row["gradients"] + row["state"] for name, row in rows.items()}
-    int8, int4 = (totals[f"Came, {dtype}, stochastic, released"] for dtype in ("int8", "int4"))
-    assert f"`Came` needs {int8:.1f} bytes per parameter with an int8 momentum and {int4:.1f} with int4" in text
+    kept, int8, int4 = (
+        totals[f"Came, {form}"]
+        for form in ("int8, stochastic", "int8, stochastic, released", "int4, stochastic, released")
+    )
     fp32, bf16 = totals["torch AdamW, fp32 weights"], totals["torch AdamW"]
-    assert f"AdamW needs {fp32:.0f}, or {bf16:.0f} all in bf16" in text
-    assert f"{fp32:.0f} for AdamW in fp32, {int4:.1f} for Came with an int4 momentum" in text
-    gpu, cpu = (front.peer_ratios(panel) for panel in front.PEERS)
-    timm, came = cpu["timm Lamb"] / cpu["Lamb"], cpu["came-pytorch"] / cpu["Came"]
-    assert f"`Lamb` is {timm:.1f}x faster than timm's, and one of `Came` {came:.1f}x faster than came-pytorch's" in text
-    apex = gpu["apex FusedLAMB"] / gpu["Lamb"]
-    assert result_files.load("step-gpu-h100-apex")["config"]["clip"] is None
-    assert f"`Lamb` without a clip is {apex:.1f}x faster than apex's FusedLAMB, which always clips" in text
-    page = " ".join((ROOT / "docs" / "gpu-results.md").read_text().split())
-    assert f"`Lamb` did not clip in this run, in which it is {apex:.2f}x faster" in page
+    said = f"takes {int4:.1f}-{int8:.1f} bytes per parameter; AdamW takes {bf16:.0f} (pure bf16) or {fp32:.0f} (fp32)"
+    assert said in text
+    kept_int4 = totals["Came, int4, stochastic"]
+    assert {
+        "AdamW, fp32": f"{fp32:.0f}",
+        "Came int8, bf16": f"{kept:.1f}, released {int8:.1f}",
+        "Came int4, bf16": f"{kept_int4:.1f}, released {int4:.1f}",
+    } == front.BYTES
+    found = front.speedups()
+    words = ", ".join(f"{peer} {speedup:.1f}x" for peer, speedup in found.items())
+    assert words in pages["docs/benchmarks.md"]
+    lamb, came = found["timm Lamb"], found["came-pytorch"]
+    assert f"`Lamb` is {lamb:.1f}x faster than timm's, and one of `Came` {came:.1f}x faster than came-pytorch's" in text
 
 
-def words(ratios: dict[str, float]) -> str:
-    return ", ".join(f"{label} {ratio:.2f}" for label, ratio in ratios.items())
+def test_the_losses_of_the_readme_are_those_of_the_curves() -> None:
+    saved = json.loads(loss_curves.RESULT.read_text())
+    assert saved["clean"] is True
+    assert {tuple(seeds) for seeds in saved["curves"].values()} == {("1", "2", "3", "4", "5")}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    ends = [statistics.fmean(seed[-1][1] for seed in seeds.values()) for seeds in saved["curves"].values()]
+    assert "loss after 294 steps: {:.2f}, {:.2f} and {:.2f}".format(*ends) in text
 
 
 def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> None:
@@ -166,7 +175,7 @@ def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> Non
 
 
 def test_the_page_of_precisions_says_what_was_measured() -> None:
-    page = (ROOT / "docs" / "precision-results.md").read_text()
+    page = (ROOT / "docs" / "precision.md").read_text()
     columns = [cells("step-precision", shapes) for shapes in ("vit_small", "bert_base")]
     labels = list(columns[0])[1:]  # without the baseline
     assert len(labels) == 15
@@ -197,13 +206,13 @@ COSTS: dict[str, dict[tuple[str, tuple[str, ...]], str]] = {
         ("Lamb", ("grad_centralization",)): "takes {:.1f} to 1.8 times as long on ViT-S and ResNet-50",
         ("Came", ("grad_centralization",)): "to {1:.1f} times as long on ViT-S and ResNet-50",
     },
-    "speed.md": {
+    "benchmarks.md": {
         ("fused AdamW, float64", ("Lamb",)): "`Lamb` takes {:.1f} to {:.1f} times as long",
         ("fused AdamW, float64", ("Came",)): "`Came` {:.1f} to {:.1f}",
         ("fused AdamW, float64", ("Lars",)): "`Lars` {:.1f} to {:.1f}",
         ("fused AdamW, float64", ("foreach AdamW",)): "and foreach AdamW {:.1f}",
     },
-    "precision-results.md": {
+    "precision.md": {
         ("Lamb, moments in float32", ("bfloat16",)): "`Lamb` takes {:.1f} times as long with bfloat16 moments",
         ("Lamb, moments in float32", ("int8",)): "and {:.1f} to {:.1f} with int8",
         ("Came, momentum in float32", ("bfloat16", "int8")): "`Came` {1:.1f} with both",
@@ -234,7 +243,7 @@ def test_the_first_steps_of_many_tensors_are_those_of_the_file() -> None:
         next(1e3 * row["first_step_s"] for row in rows if row["label"] == label)
         for label in ("Lamb", "Came", "torch AdamW, fused")
     )
-    text = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     assert f"it takes {lamb:.0f} us per tensor (Lamb), {came:.0f} us (Came) and {adamw:.0f} us (AdamW)" in text
     again = [optimizer["ratio"]["median"] for each in found for optimizer in each["optimizers"][:1]]
     assert f"relative to the first are {min(again):.2f} to {max(again):.2f}" in text

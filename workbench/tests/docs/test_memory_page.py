@@ -1,16 +1,17 @@
-"""The bytes in docs/memory.md equal the predicted ones; run as a program, this file writes them."""
+"""The bytes in two pages of the docs equal the predicted ones; run as a program, this file writes them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from bighorn_workbench.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
 from bighorn_workbench.shapes import SHAPES
 
-PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
+DOCS = Path(__file__).parents[3] / "docs"
 SETS = ("bert_base", "vit_small", "resnet50", "efficientnet_b0", "llama_1b", "llama_7b")
 WITH_BF16 = "adamw", "lion", "bitsandbytes-int8", "torchao-int4", "flashoptim", "galore", "adafactor"
 OURS_WITH_BF16 = "lamb-int8", "lamb-int4", "came-int8", "came-int4"
@@ -52,17 +53,59 @@ def of_training() -> list[str]:
     return lines
 
 
-def written() -> str:
-    """Return the page with its tables."""
-    tables = iter([of_state(), of_training()])
-    text, count = FIGURES.subn(lambda match: match[1] + "\n" + "\n".join(next(tables)) + "\n\n", PAGE.read_text())
-    assert count == 2
+LLAMA_8B = [
+    *[(4096, 4096)] * 64,
+    *[(1024, 4096)] * 64,
+    *[(14336, 4096)] * 64,
+    *[(4096, 14336)] * 32,
+    *[(128256, 4096)] * 2,
+    *[(4096,)] * 65,
+]
+"""The parameters of Llama 3 of 8 billion, with grouped queries and a head of its own."""
+
+LARGE: dict[str, tuple[str, dict[str, str]]] = {
+    "AdamW": ("adamw", {}),
+    "bitsandbytes AdamW8bit": ("bitsandbytes-int8", {}),
+    "Adafactor": ("adafactor", {}),
+} | {
+    f"`{kind}`, {bits}": (f"{kind.lower()}-{bits}", {"weight_rounding": "stochastic"})
+    for kind in ("Lamb", "Came")
+    for bits in ("int8", "int4")
+}
+"""The rows of the table of large models: names in `bighorn memory`, and options."""
+
+
+def of_large_models() -> list[str]:
+    """Return a table of gigabytes for two models of language, with bf16 weights."""
+    meta = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in LLAMA_8B]
+    models = [shapes("llama_7b", torch.bfloat16), [(str(i), tensor) for i, tensor in enumerate(meta)]]
+    lines = ["| GB | 7B, all gradients | released | 8B, all gradients | released |", "|---|---|---|---|---|"]
+    for label, (name, options) in LARGE.items():
+        cells = []
+        for params in models:
+            total = total_of(name, Weights(params), sum(predicted(name, params, options).values()))
+            cells += ["-" if size is None else f"{size / 1e9:.1f}" for size in (total.all, total.released)]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return lines
+
+
+TABLES = {"benchmarks": (of_state, of_training), "fit-the-model": (of_large_models,)}
+
+
+def written(page: str) -> str:
+    """Return a page with its tables."""
+    tables = iter([table() for table in TABLES[page]])
+    text = (DOCS / f"{page}.md").read_text()
+    text, count = FIGURES.subn(lambda match: match[1] + "\n" + "\n".join(next(tables)) + "\n\n", text)
+    assert count == len(TABLES[page])
     return text
 
 
-def test_the_figures_are_those_that_are_predicted() -> None:
-    assert PAGE.read_text() == written()
+@pytest.mark.parametrize("page", TABLES)
+def test_the_figures_are_those_that_are_predicted(page: str) -> None:
+    assert (DOCS / f"{page}.md").read_text() == written(page)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written())
+    for page in TABLES:
+        (DOCS / f"{page}.md").write_text(written(page))

@@ -47,7 +47,7 @@ def test_the_tables_at_equal_tuning_are_those_of_the_files() -> None:
 
 
 def test_the_verdicts_at_equal_tuning_are_those_of_the_pages() -> None:
-    """docs/lamb.md, came.md, lars.md and which-optimizer.md count the batches ahead of AdamW, behind, and neither."""
+    """docs/lamb.md, came.md, lars.md and start.md count the batches ahead of AdamW, behind, and neither."""
     lines = equal_tuning.summary(",".join(equal_tuning.names("equal tuning"))).splitlines()[2:]
     rows = {name: figures for name, *figures in (line.strip("| ").split(" | ") for line in lines)}
     assert rows["lamb"][:3] == ["0", "17", "1"]
@@ -71,7 +71,7 @@ def test_the_pages_count_the_batches_at_which_the_mean_of_came_is_worse() -> Non
     for page, words in (
         ("comparisons", "its mean is worse at 7 of 19 batch sizes"),
         ("came", "its mean is worse at seven"),
-        ("which-optimizer", "its mean is worse at seven"),
+        ("start", "its mean is worse at seven"),
     ):
         assert words in " ".join((DOCS / f"{page}.md").read_text().split()), page
 
@@ -148,7 +148,7 @@ def test_the_leads_of_lamb_are_those_of_the_files() -> None:
     assert "no difference is clear at any of five" in lamb
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/which-optimizer.md", "docs/grow-the-batch.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md", "docs/grow-the-batch.md"])
 def test_a_claim_for_lamb_is_beside_what_was_found_against_it(page: str) -> None:
     """A tuned Adam matches LAMB at large batches (arXiv:2102.06356), which a page once cited for small ones."""
     text = (DOCS.parent / page).read_text()

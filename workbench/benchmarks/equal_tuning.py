@@ -390,7 +390,7 @@ def many_steps(name: str) -> str:
         trials = ", ".join(f"{each['trial']:.3f}" for each in losses[optimizer].values())
         spread_of = f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
         rows.append([optimizer, trials, share, spread_of, words])
-    head = ["optimizer", "held out, at 1, 0.5 and 0.25 of the rate", "chosen", "test loss (min-max)"]
+    head = ["optimizer", "held out, at 1 and 0.5 of the rate", "chosen", "test loss (min-max)"]
     return "\n".join([*_command(saved), *_markdown([*head, f"nats from {BASELINE}"], rows)]) + "\n"
 
 

@@ -5,7 +5,7 @@ import html.parser
 import re
 import shlex
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,16 @@ def call(*words: object) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def changed(words: Sequence[object], *others: object) -> list[object]:
+    """Return words of a command with other values of some options, since an option may be given once."""
+    kept = list(words)
+    for flag in others[::2]:
+        if flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+    return [*kept, *others]
 
 
 def resuming(output: str) -> list[str]:

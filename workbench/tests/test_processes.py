@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.processes import LIMIT, TORCHRUN, VARIABLES, assert_ended_well
-from workbench.tests.command_line import Invoke, write_idx, write_text
+from workbench.tests.command_line import Invoke, changed, write_idx, write_text
 from workbench.tests.torchrun import TWO, WORKER, assert_same_run, history, in_processes, job
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
@@ -59,7 +59,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_text(folder / f"{name}.txt", text)
     in_processes(1, folder, [job(*RESUMED, "--save", "from1.pt", interrupt=3)])
     shutil.copy(folder / "from1.pt", folder / "from1-again.pt")
-    jobs = [job(*RESUMED, *options) for options, _ in REFUSED]
+    jobs = [job(*changed(RESUMED, *options)) for options, _ in REFUSED]
     for name, (command, besides) in MODES.items():
         jobs.append(job(*command, *besides, "--json", f"{name}.json", "--save", f"{name}.pt"))
     jobs += [

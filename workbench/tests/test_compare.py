@@ -11,12 +11,14 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import optuna
 import pytest
@@ -25,7 +27,8 @@ from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
 
-from bighorn_workbench import commands, costs, run_queue, search, workers
+from bighorn_workbench import commands, costs, files, lr_find, run_queue, search, workers
+from bighorn_workbench import study as notebook
 from bighorn_workbench.builtin_tasks.digits import Digits
 from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
@@ -35,12 +38,12 @@ from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
-from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
+from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make, paired
 from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import FORKS, LIMIT, outcomes
 from tests.support.tables import for_every
-from workbench.tests.command_line import Invoke, assert_self_contained
+from workbench.tests.command_line import Invoke, assert_self_contained, changed
 from workbench.tests.test_files import files_at_most
 
 
@@ -116,6 +119,8 @@ def test_rates_are_scanned_then_all_options_are_searched_around_the_best_one() -
     assert {point["weight_decay"] for point in points} == {0.5}
     assert max(point["lr"] for point in entry.around(0.0631, 16)) <= 0.1, "the range of the space holds"
     assert Entry("lamb", RunConfig(lr=1e-6, weight_decay=0.0), space).scan()[0]["lr"] == 0.001
+    again = Entry("adamw", RunConfig(lr=0.01, weight_decay=0.01), space)
+    assert [len(again.scan()), again.scan()[0]["lr"]] == [5, 0.01], "a default among the rates is tried once"
     fixed = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1)})
     assert (fixed.scan(), fixed.around(0.1, 5), fixed.most(12)) == ([{"lr": 0.1}], [], 1)
     of_one = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1), "warmup": (0.02, 0.4)})
@@ -154,9 +159,9 @@ def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, ten_secon
     assert len(made) == 7
     first, again = (json.loads(Path(name).read_text())["cells"] for name in ("a.json", "b.json"))
     assert first == again
-    invoke("compare", *SMALL, "--seeds", 5, *options)
+    invoke("compare", *changed(SMALL, "--seeds", "5"), *options)
     assert [config.seed for config in made[7:]] == [4, 5]
-    invoke("compare", *SMALL, "--epochs", 2, *options)
+    invoke("compare", *changed(SMALL, "--epochs", "2"), *options)
     assert len(made) == 9 + 7, "runs of another length are other runs"
 
 
@@ -169,7 +174,7 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(tmp_path: Path,
     assert found.total == found.done == len(found.finished()) == 22
     assert all(config.seed == 0 for config in ten_seconds[:16]), "final runs begin when the search has ended"
     rates = [config.lr or 0.0 for config in ten_seconds[:16] if config.optimizer == "sgd"]
-    assert all(0.1585 / 4 <= lr <= 0.1585 * 4 for lr in rates[6:]), "around the best one of the scan"
+    assert all(0.1 / 4 <= lr <= 0.1 * 4 for lr in rates[5:]), "around the best one of the scan, the default"
     ten_seconds.clear()
     again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="5 s")
     again.work()
@@ -223,8 +228,8 @@ def test_the_time_left_is_what_the_other_runs_take(
     assert (len(ten_seconds), found.needed(4)) == (18, 0)
     ten_seconds.clear()
     output = invoke("compare", "--optimizers", "adamw", *SMALL[2:], "--processes", 1).output
-    assert len({config.lr for config in ten_seconds[:4]}) == 3, "the default of AdamW is one of the scanned rates"
-    assert re.findall(r"^(\d) of 7: ", output, re.MULTILINE) == list("1234567"), "equal trials are counted each"
+    assert len({config.lr for config in ten_seconds[:4]}) == 4, "the default of AdamW, a scanned rate, is tried once"
+    assert re.findall(r"^(\d) of 7: ", output, re.MULTILINE) == list("1234567")
 
 
 def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
@@ -246,10 +251,10 @@ def test_a_budget_without_time_for_a_verdict_is_refused_and_says_what_fits(
     monkeypatch.setattr(compare_command, "step_seconds", lambda _: 0.005)  # a busy machine's would take hours
     options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
     output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s", code=1).output
-    assert "--budget 0.001s has no time for 8 trials and 1 final runs of each optimizer at each batch size" in output
+    assert "--budget 0.001s has no time for 8 trials and 1 final run of each optimizer at each batch size" in output
     assert "Give --budget 1min, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task" in output
     options[3] = 5000
-    output = invoke("compare", *options, "--processes", 1, "--budget", "30s", code=1).output
+    output = invoke("compare", *options, "--budget", "30s", code=1).output
     found = re.search(r"take about \S+ \w+. Give --budget (\d+)min, --epochs (\d\S*), fewer", output)
     assert found is not None, output
     assert 5000 * 0.5 / int(found[1]) * 0.5 < float(found[2]) < 5000 * 0.5 / int(found[1]) * 2
@@ -265,7 +270,8 @@ def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: 
         return make(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(search, "make", interrupted)
-    options = ["--optimizers", "lamb,sgd", *SMALL[2:], "--trials", 2, "--processes", 1, "--report", "c.html"]
+    small_one = changed(SMALL, "--optimizers", "lamb,sgd", "--trials", "2", "--processes", "1")
+    options = [*small_one, "--report", "c.html"]
     output = invoke("compare", *options, "--json", "c.json", code=130).output
     assert "6 of 10: lamb, batch 256, lr " in output
     assert "lamb at batch 256: 2 of 3 final runs." in output
@@ -444,6 +450,26 @@ def test_an_end_of_another_process_is_named(
     assert all(message in output for message in messages), output
 
 
+@pytest.mark.process
+def test_processes_of_the_caller_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the workers of a DataLoader in a notebook."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKS)
+    monkeypatch.setattr(workers, "worker", failing_worker)
+    other = FORKS.Process(target=time.sleep, args=(LIMIT,))
+    other.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fill(small(tmp_path / "s.study"), 2, lambda: None)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+def failing_worker(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def test_a_task_that_ends_later_is_named_and_runs_are_kept(invoke: Invoke) -> None:
     Path("ends.py").write_text(ENDING.format(way="sys.exit(0)", when="Ending.calls > 18"))
     options = ["--task", "ends.py:Ending", "--optimizers", "sgd", "--trials", 2, "--seeds", 2, "--processes", 1]
@@ -539,6 +565,62 @@ def test_torchrun_is_refused_and_without_optuna_its_extra_is_named(
     assert "compare needs Optuna: pip install optuna" in invoke("compare", code=1).output
 
 
+def test_an_error_after_the_runs_keeps_them_and_says_where(
+    invoke: Invoke, ten_seconds: list[RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A report that cannot be drawn, a file that cannot be written, and an error in the verdict."""
+
+    def failing(*_: object) -> None:
+        raise ValueError("-inf + inf in fsum")
+
+    words = ["compare", *SMALL, "--processes", 1]
+    with monkeypatch.context() as patch:
+        patch.setattr("bighorn_workbench.reports.compare.compare_report", failing)
+        output = invoke(*words, "--report", "c.html", code=1).output
+    assert "Stopped after 7 of 7 runs. Repeat the command with --study bighorn-compare.study to continue." in output
+    assert "--report c.html cannot be drawn (ValueError: -inf + inf in fsum)" in output
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_command, "verdicts", failing)
+        with pytest.raises(ValueError, match="inf in fsum"):
+            invoke(*words)
+    elsewhere, write = tmp_path / "elsewhere", files.write
+    elsewhere.mkdir()
+
+    def full(path: Path, content: Callable[[BinaryIO], object]) -> None:
+        if path.parent == Path():
+            raise files.WriteError(f"{path} cannot be written")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        patch.setattr(tempfile, "tempdir", str(elsewhere))
+        output = invoke(*words, "--json", "c.json", code=1).output
+    assert f"Repeat the command with --study {elsewhere}/bighorn-compare.study to continue." in output
+    assert "Error: c.json cannot be written" in output.replace("\n", " ") or "Error: \nc.json cannot" in output
+    for name in ("bighorn-compare.study", "bighorn-compare-2.study", f"{elsewhere}/bighorn-compare.study"):
+        ten_seconds.clear()
+        assert f"7 runs are already in {name}" in invoke(*words, "--study", name).output
+        assert not ten_seconds
+
+
+def test_runs_of_a_notebook_are_kept_too(
+    tmp_path: Path, ten_seconds: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise ValueError("no verdict")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bighorn_workbench.study.verdicts", failing)
+    with (
+        pytest.warns(UserWarning, match=r"Stopped after 2 of 2 runs.*--study bighorn-compare\.study"),
+        pytest.raises(ValueError, match="no verdict"),
+    ):
+        notebook.compare(Digits(), ["lamb"], [256], trials=1, seeds=1, epochs=1)
+    assert len(ten_seconds) == 2
+    monkeypatch.undo()
+    assert (tmp_path / "bighorn-compare.study").exists()
+
+
 def test_batch_sizes_may_differ_between_optimizers() -> None:
     cells = [cell("adam", 32, 0.2, 0.9), cell("lamb", 64, 0.2, 0.8), cell("sgd", 64, 0.2, 0.7)]
     of_64 = "No clear winner at batch 64: lamb cannot be distinguished from sgd."
@@ -564,7 +646,9 @@ def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> N
     assert best_of(runs, higher=False).config.lr == 1.0
     config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
     diverged = make(config, Digits(), "test", 0.9)
-    assert (diverged.value, diverged.loss, diverged.steps_to_target) == (0.0, float("inf"), None)
+    assert (diverged.value, diverged.loss, diverged.steps_to_target) == (-math.inf, math.inf, None)
+    assert best_of([diverged, trial(0.1, 0, -0.8)], higher=True).value == -0.8
+    assert best_of([trial(0.1, 0, 0.0, loss=math.inf), trial(0.1, 0, -0.8)], higher=True).value == -0.8
     assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
 
 
@@ -648,6 +732,91 @@ def test_runs_are_paired_by_their_seed() -> None:
     ]
     for order in (cells, cells[::-1]):
         assert "with 2 seeds: a difference of 2.0 +- 18.0 points" in verdicts(order)[0]
+
+
+def seeds_of(name: str, values: dict[int, float], size: int = 64) -> Cell:
+    """Return a cell whose final runs have these values of the metric by seed."""
+    return dataclasses.replace(cell(name, size, 0.2), trials=tuple(trial(0.2, *run) for run in values.items()))
+
+
+def test_ranks_means_and_intervals_are_of_common_seeds() -> None:
+    """Lamb is behind on both common seeds, and its third seed is the best of all."""
+    lamb = seeds_of("lamb", {1: 0.9, 2: 0.9101, 3: 1.0})
+    adamw, came = seeds_of("adamw", {1: 0.9203, 2: 0.93}), seeds_of("came", {1: 0.8, 2: 0.81})
+    lines = verdicts([lamb, adamw, came])
+    assert lines[0] == "At batch 64 lamb (90.5%) is behind adamw (92.5%) by 2.0 +- 0.5 points."
+    assert "adamw is the clear winner at batch 64." in lines
+    assert "At batch 64 means and verdicts are over the 2 seeds that all optimizers have." in lines
+    assert "paired over 2 seeds" in lines[-1]
+    assert [len(each.trials) for each in paired([lamb, adamw, came])] == [2, 2, 2]
+    small = seeds_of("lamb", {1: 0.8, 2: 0.8, 3: 0.8}, 32)
+    assert [len(each.trials) for each in paired([lamb, adamw, small])] == [2, 2, 3], "each batch size has its own"
+    apart = verdicts([seeds_of("lamb", {1: 0.9}), seeds_of("adamw", {2: 0.9})])
+    assert apart == [
+        "At batch 64 lamb (90.0%) cannot be distinguished from adamw (90.0%): no seed has finished for both."
+    ]
+
+
+@for_every("higher", [False, True])
+@for_every("seeds", [(1, 2), (1, 1)])
+def test_runs_of_two_optimizers_that_diverge_are_named(higher: bool, seeds: tuple[int, int]) -> None:
+    """Their differences are both infinities, or no number."""
+    worst = -math.inf if higher else math.inf
+    cells = [
+        dataclasses.replace(
+            seeds_of(name, {each: worst if each == seed else 0.5 for each in (1, 2, 3)}, size),
+            metric="reward",
+            higher_is_better=higher,
+        )
+        for size in (32, 64)
+        for name, seed in zip(("lamb", "sgd"), seeds, strict=True)
+    ]
+    lines = verdicts(cells)
+    assert lines[0].endswith(
+        "cannot be distinguished from lamb (-inf): runs of sgd and lamb diverged.".replace("-inf", str(worst))
+    ), lines
+    assert "lamb cannot be compared from batch 32 to 64: its runs diverged." in lines
+    assert [row(each)[3] for each in cells]
+    assert all(math.isfinite(value) for each in cells for _, value in each.curve)
+
+
+@pytest.mark.parametrize("metric", ["accumulated_reward", "accuracy"])
+def test_a_run_that_diverged_is_never_chosen(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values are below 0, the value of no result by the name of an accuracy."""
+    task = Digits()
+    task.metric = metric
+    monkeypatch.setattr(Digits, "evaluate", lambda *_: {metric: -5.0, "loss": 1.0})
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(task)
+    diverged, whole = make(config, task, "test"), make(dataclasses.replace(config, lr=0.01), task, "test")
+    assert (diverged.diverged, whole.diverged) == (True, False)
+    assert best_of([diverged, whole], higher=True) is whole
+    found = lr_find.find(dataclasses.replace(config, epochs=1), held_out(task), (1e-3, 1e30))
+    for before, rung in itertools.pairwise(found.rungs):
+        assert {run.config.lr for run in rung} <= {run.config.lr for run in before if not run.diverged}
+    assert found.lr in {run.config.lr for run in found.rungs[-1] if not run.diverged}
+
+
+def test_an_optimizer_whose_trials_all_diverged_has_no_final_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "make", lambda config, *_: trial(config.lr or 0.0, config.seed, -math.inf, math.inf))
+    found = small(tmp_path / "s.study")
+    found.work()
+    assert (found.done, found.total, found.needed(4), found.cells()) == (4, 4, 0, [])
+    assert unfinished(found) == [
+        "lamb at batch 256: all 4 trials diverged, so that no options were chosen: give a lower --space lamb.lr."
+    ]
+
+
+@for_every("metric", ["seconds", "steps", "lr", "curve", "final"])
+def test_a_metric_with_the_name_of_another_figure_keeps_apart(metric: str) -> None:
+    found = dataclasses.replace(cell("lamb", 64, 0.2, 0.5, 0.7), metric=metric).as_json()
+    plain = cell("lamb", 64, 0.2, 0.5, 0.7).as_json()
+    assert found[f"metric {metric}"] == plain["accuracy"]
+    assert found["final"][0][f"metric {metric}"] == 0.5
+    assert {key: found[key] for key in ("seconds", "steps")} == {"seconds": 1.0, "steps": 10}
+    assert found["final"][0]["lr"] == found["config"]["lr"] == 0.2
+    assert found["curve"]["steps"] == [5, 10]
 
 
 def test_seeds_that_would_show_a_difference_are_the_fewest() -> None:

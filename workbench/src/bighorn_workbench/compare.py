@@ -4,8 +4,8 @@ import math
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import indent
@@ -34,8 +34,8 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.search import Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import LEAST, Cell, held_out
-from bighorn_workbench.values import check_name, names, numbers, seconds_in
+from bighorn_workbench.trials import LEAST, Cell, held_out, paired
+from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
 from bighorn_workbench.verdict import BASELINE, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 
@@ -162,34 +162,50 @@ def compare(
         processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes, started)
         try:
-            _run(search, config, processes, console, log)
-        except BaseException as error:  # also Ctrl-C: finished runs are reported and kept
-            is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
-            if not done and not is_ctrl_c:
-                raise
-            with after(error):
-                study = _keep(search, study)
+            with kept(search, study, console.print):
                 try:
-                    _finish(search, config, about, report, json_file, console)
-                finally:
-                    console.print(
-                        f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
-                        f"command with --study {study} to continue."
-                    )
-            if is_ctrl_c:
-                ctx.exit(130)
-            raise
-        _finish(search, config, about, report, json_file, console)
+                    _run(search, config, processes, console, log)
+                except BaseException as error:  # also Ctrl-C: finished runs are reported
+                    if search.done or isinstance(error, KeyboardInterrupt):
+                        with after(error):
+                            _finish(search, config, about, report, json_file, console)
+                    raise
+                _finish(search, config, about, report, json_file, console)
+        except KeyboardInterrupt:
+            ctx.exit(130)
 
 
-def _keep(search: Search, study: Path | None) -> Path:
-    """Requeue the runs in flight, and return the file of the study, a new one if none was given."""
-    with suppress(InputError):  # the disk may be full, which then has ended the command
-        search.release()
-    if study is None:
-        study = files.unused(Path("bighorn-compare.study"))
-        files.write(study, lambda file: file.write(search.plan.path.read_bytes()))
-    return study
+@contextmanager
+def kept(search: Search, study: Path | None, say: Callable[[str], object]) -> Iterator[None]:
+    """Keep the finished runs if the block fails, in a new file if no study was given, and say where they are."""
+    try:
+        yield
+    except BaseException as error:
+        is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
+        if done or is_ctrl_c:
+            with after(error):
+                place = study or _copy(search)
+                with suppress(InputError):  # the disk may be full, which then has ended the command
+                    search.release()
+                say(
+                    f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
+                    f"command with --study {place} to continue."
+                )
+        raise
+
+
+def _copy(search: Search) -> Path:
+    """Copy the study of a command without ``--study`` to this folder, or to the temporary one if that fails."""
+    try:
+        return _copied(search, Path())
+    except InputError:
+        return _copied(search, Path(tempfile.gettempdir()))
+
+
+def _copied(search: Search, folder: Path) -> Path:
+    place = files.unused(folder / "bighorn-compare.study")
+    files.write(place, lambda file: file.write(search.plan.path.read_bytes()))
+    return place
 
 
 def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, started: float | None = None) -> Search:
@@ -254,9 +270,10 @@ def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     if base.epochs is not None and left > 0:
         shorter = f", --epochs {float(f'{base.epochs * left / needed:.2g}'):g}"
     raise InputError(
-        f"--budget {config.budget} has no time for {least} trials and {plan.seeds} final runs of each optimizer at "
-        f"each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min{shorter}, fewer "
-        "--optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less data."
+        f"--budget {config.budget} has no time for {counted(least, 'trial')} and {counted(plan.seeds, 'final run')} of "
+        f"each optimizer at each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min"
+        f"{shorter}, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less "
+        "data."
     )
 
 
@@ -265,19 +282,20 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     plan, metric = search.plan, search.task.metric
     base, starting = plan.entries[0].base, _starting(processes)
     known, total = search.done, search.total
-    many = f"{total} runs" if plan.deadline is None else f"as many runs as fit in {config.budget}"
+    many = counted(total, "run") if plan.deadline is None else f"as many runs as fit in {config.budget}"
     console.print(f"{config.task}: {defaults(search.task).description}; {base.length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
-        console.print(f"{known} runs are already in {plan.path}.")
+        console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.path}.")
     needed = search.needed(search.trials)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")
     if plan.deadline is not None:
         counts = range(search.trials, plan.trials + 1)
         fit = bisect_right(counts, search.left - starting, key=search.needed)
-        console.print(f"About {counts[max(fit - 1, 0)]} trials of each fit beside {plan.seeds} final runs{busy()}.")
+        fitting, finals = counted(counts[max(fit - 1, 0)], "trial"), counted(plan.seeds, "final run")
+        console.print(f"About {fitting} of each fit beside {finals}{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
         shown = set(search.finished())
@@ -322,17 +340,19 @@ def _finish(
     json_file: Path | None,
     console: Console,
 ) -> None:
-    """Print the answers and the table, and write the report and the JSON."""
+    """Print the answers and the table, and write the report and the JSON, which has also seeds that some cells lack."""
     cells, plan = search.cells(), search.plan
+    common = paired(cells)
     head = columns(search.task.metric, plan.target)
-    rows = [row(cell, plan.target is not None) for cell in cells]
+    rows = [row(cell, plan.target is not None) for cell in common]
     answers = verdicts(cells, config.baseline) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.deadline is not None and cells:
         notes.append(
-            f"--budget {config.budget} had time for {search.trials} trials of each optimizer at each batch size."
+            f"--budget {config.budget} had time for {counted(search.trials, 'trial')} of each optimizer at each batch "
+            "size."
         )
-    paste = _paste(search, cells)
+    paste = _paste(search, common)
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")
     for line in answers:
@@ -360,7 +380,7 @@ def _finish(
     def page() -> str:
         from bighorn_workbench.reports.compare import compare_report
 
-        return compare_report(cells, data, head, rows, answers, notes, paste, about["command"], settings)
+        return compare_report(common, data, head, rows, answers, notes, paste, about["command"], settings)
 
     content = {
         **about,

@@ -162,8 +162,10 @@ class Search:
 
     def _finals_left(self, number: int, trials: int) -> int:
         """Return the final runs that a cell lacks after so many trials, which may have another best one."""
-        known = len(self._final_of(number).results()) if self._is_done(number, trials) else 0
-        return self.plan.seeds - known
+        if not self._is_done(number, trials):
+            return self.plan.seeds
+        queue = self._final_of(number)
+        return len(queue.points) - len(queue.results())
 
     def _is_done(self, number: int, trials: int) -> bool:
         """Return whether a cell has so many trials, and all are done."""
@@ -203,7 +205,10 @@ class Search:
         return configured(entry.base, point, int(point.get("seed", TUNING_SEED)))
 
     def final(self, number: int) -> Queue | None:
-        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
+        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells.
+
+        There are none if all trials diverged.
+        """
         waited_for = range(len(self._tuning)) if self.plan.deadline is not None else [number]
         if self.is_open or not all(self._is_done(each, self.trials) for each in waited_for):
             return None
@@ -212,10 +217,12 @@ class Search:
     def _final_of(self, number: int) -> Queue:
         entry, queue = self.plan.entries[number], self._tuning[number]
         tuned = self.tuning(number)
-        best = queue.points[tuned.index(best_of(tuned, self.higher))]
+        chosen = best_of(tuned, self.higher)
+        best = queue.points[tuned.index(chosen)]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final:
-            points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
+            seeds = 0 if chosen.diverged else self.plan.seeds
+            points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(seeds)]
             space = {**entry.space, "seed": (1.0, 1e9)}
             self._final[name] = Queue(self._study(name), points, space)
             self._final[name].extend(len(points))
@@ -234,7 +241,11 @@ class Search:
     def total(self) -> int:
         """The number of all runs; with a deadline, as far as known."""
         self.extend()
-        return sum(self._counts()) + len(self.plan.entries) * self.plan.seeds
+        finals = (
+            len(self._final_of(number).points) if self._is_done(number, self.trials) else self.plan.seeds
+            for number in range(len(self._tuning))
+        )
+        return sum(self._counts()) + sum(finals)
 
     def finished(self) -> dict[tuple[str, int], tuple[str, Trial]]:
         """Return the name of the optimizer and the result of all finished runs, by study and number of the run."""

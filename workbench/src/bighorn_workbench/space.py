@@ -48,10 +48,10 @@ class Entry:
         return min(count, 1) if all(low == high for low, high in self.space.values()) else count
 
     def scan(self) -> list[dict[str, float]]:
-        """Return the first points: the defaults, and rates evenly over their range with the other defaults."""
+        """Return the first points: the defaults, and other rates evenly over their range with the other defaults."""
         low, high = self.space.get("lr", (1.0, 1.0))
         rates = scanned(low, high, SCAN - 1) if low < high else []
-        return [self.start, *(self.start | {"lr": lr} for lr in rates)]
+        return [self.start, *(self.start | {"lr": lr} for lr in rates if lr != self.start["lr"])]
 
     def around(self, best: float, count: int) -> list[dict[str, float]]:
         """Return further points: a quasi-random sequence of Sobol over all options, with rates near the best one."""
@@ -71,7 +71,8 @@ class Entry:
         while len(points) < count and free:
             trial = study.ask(free)
             study.tell(trial, 0)
-            points.append(inside | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
+            rounded = {name: float(f"{value:.3g}") for name, value in trial.params.items()}
+            points.append(inside | {name: min(max(rounded[name], space[name][0]), space[name][1]) for name in rounded})
         return points
 
 

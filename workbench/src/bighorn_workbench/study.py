@@ -4,6 +4,7 @@ They need the extra ``bighorn-workbench[study]``.
 """
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 
 from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.builtin_tasks.user import UserTask
-from bighorn_workbench.compare import CompareConfig, prepare
+from bighorn_workbench.compare import CompareConfig, kept, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.lr_find import Found, SearchConfig, find
 from bighorn_workbench.tasks import Task
 from bighorn_workbench.trials import Cell, held_out
-from bighorn_workbench.verdict import verdicts
+from bighorn_workbench.verdict import unfinished, verdicts
 
 __all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
 
@@ -27,7 +28,7 @@ class Comparison:
 
     Attributes:
         cells: Each optimizer at each batch size: its chosen options, final runs and trials.
-        answers: Which is best and what a larger batch costs, in sentences.
+        answers: Which is best and what a larger batch costs, in sentences; without cells, why there are none.
     """
 
     cells: list[Cell]
@@ -72,10 +73,11 @@ def compare(
     )
     with tempfile.TemporaryDirectory() as folder:
         search = prepare(config, UserTask(task, config.task), Path(study or Path(folder) / "study"))
-        search.release()
-        search.work()
-        cells = search.cells()
-    return Comparison(cells, verdicts(cells, config.baseline) if cells else [])
+        with kept(search, Path(study) if study else None, lambda text: warnings.warn(text, stacklevel=2)):
+            search.release()
+            search.work()
+            cells = search.cells()
+            return Comparison(cells, verdicts(cells, config.baseline) if cells else unfinished(search))
 
 
 def lr_find(

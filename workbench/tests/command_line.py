@@ -7,6 +7,7 @@ import shlex
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from click.testing import CliRunner, Result
@@ -26,7 +27,7 @@ def call(*words: object) -> Result:
     return result
 
 
-def changed(words: Sequence[object], *others: object) -> list[object]:
+def changed(words: Sequence[Any], *others: Any) -> list[Any]:
     """Return words of a command with other values of some options, since an option may be given once."""
     kept = list(words)
     for flag in others[::2]:

@@ -5,7 +5,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import indent
@@ -33,6 +33,7 @@ from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
+from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import LEAST, Cell, held_out, paired
 from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
@@ -122,8 +123,9 @@ class CompareConfig(Options):
 @config_options(CompareConfig)
 @click.option(
     "--study",
-    type=FILE,
-    help="Save every finished run here. The same command continues it; several processes and machines can share it.",
+    type=StudyPlace(),
+    help="Save every finished run in this file, or in the database at postgresql://... or mysql://..., which several "
+    "machines can share. The same command continues it.",
 )
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
@@ -132,7 +134,7 @@ class CompareConfig(Options):
 def compare(
     ctx: click.Context,
     /,
-    study: Path | None,
+    study: Place | None,
     report: Path | None,
     json_file: Path | None,
     log: str | None,
@@ -152,9 +154,9 @@ def compare(
             "compare starts its own processes, one for each GPU: start it once, without torchrun, which is for train."
         )
     if study is not None:
-        files.check_regular(study, "--study")
-        files.check_writable(study, "--study")
-    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
+        check_place(study)
+    file = study if isinstance(study, Path) else None
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": file})
     about, started = provenance(command_line(ctx)), ctx.obj or time.time()
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
@@ -166,6 +168,7 @@ def compare(
                 try:
                     _run(search, config, processes, console, log)
                 except BaseException as error:  # also Ctrl-C: finished runs are reported
+                    search.end()
                     if search.done or isinstance(error, KeyboardInterrupt):
                         with after(error):
                             _finish(search, config, about, report, json_file, console)
@@ -173,20 +176,21 @@ def compare(
                 _finish(search, config, about, report, json_file, console)
         except KeyboardInterrupt:
             ctx.exit(130)
+        finally:
+            search.database.close()
 
 
 @contextmanager
-def kept(search: Search, study: Path | None, say: Callable[[str], object]) -> Iterator[None]:
+def kept(search: Search, study: Place | None, say: Callable[[str], object]) -> Iterator[None]:
     """Keep the finished runs if the block fails, in a new file if no study was given, and say where they are."""
     try:
         yield
     except BaseException as error:
+        search.end()
         is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
         if done or is_ctrl_c:
             with after(error):
                 place = study or _copy(search)
-                with suppress(InputError):  # the disk may be full, which then has ended the command
-                    search.release()
                 say(
                     f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
                     f"command with --study {place} to continue."
@@ -204,17 +208,19 @@ def _copy(search: Search) -> Path:
 
 def _copied(search: Search, folder: Path) -> Path:
     place = files.unused(folder / "bighorn-compare.study")
-    files.write(place, lambda file: file.write(search.plan.path.read_bytes()))
+    files.write(place, lambda file: file.write(search.database.content()))
     return place
 
 
-def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, started: float | None = None) -> Search:
+def prepare(
+    config: CompareConfig, task: Task, study: Place, processes: int = 1, started: float | None = None
+) -> Search:
     """Return the search of a comparison, after everything that can be wrong has been tried.
 
     Args:
         config: The options.
         task: The task.
-        path: The file of the study.
+        study: The file or the server of the study.
         processes: The runs at a time. Default: 1
         started: The time from which a budget counts. Default: now
     """
@@ -239,7 +245,7 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
         trials=config.trials or (TRIALS if budget is None else MOST_TRIALS),
         seeds=config.seeds,
         target=target,
-        path=path,
+        study=study,
         data=data,
         code=code,
         deadline=None if budget is None else started + budget,
@@ -287,7 +293,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
-        console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.path}.")
+        console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.study}.")
     needed = search.needed(search.trials)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")

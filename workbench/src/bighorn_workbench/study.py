@@ -6,6 +6,7 @@ They need the extra ``bighorn-workbench[study]``.
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.compare import CompareConfig, kept, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.lr_find import Found, SearchConfig, find
+from bighorn_workbench.storage import Place, StudyPlace
 from bighorn_workbench.tasks import Task
 from bighorn_workbench.trials import Cell, held_out
 from bighorn_workbench.verdict import unfinished, verdicts
@@ -39,7 +41,7 @@ def compare(
     task: Task,
     optimizers: str | Sequence[str] = ("lamb", "adamw"),
     batch_sizes: Sequence[int] | None = None,
-    study: str | Path | None = None,
+    study: Place | str | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare optimizers on a task, as ``bighorn compare`` does, in this process.
@@ -49,7 +51,8 @@ def compare(
         optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
             "adamw")
         batch_sizes: Batch sizes. Default: the task's
-        study: A file for every finished run, which another call or the command continues. Default: none
+        study: A file for every finished run, or the address of a database, as ``--study`` has them, which another call
+            or the command continues. Default: none
         options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
 
     Raises:
@@ -72,8 +75,9 @@ def compare(
         **options,
     )
     with tempfile.TemporaryDirectory() as folder:
-        search = prepare(config, UserTask(task, config.task), Path(study or Path(folder) / "study"))
-        with kept(search, Path(study) if study else None, lambda text: warnings.warn(text, stacklevel=2)):
+        place = None if study is None else StudyPlace().convert(study, None, None)
+        search = prepare(config, UserTask(task, config.task), place or Path(folder) / "study")
+        with closing(search.database), kept(search, place, lambda text: warnings.warn(text, stacklevel=2)):
             search.release()
             search.work()
             cells = search.cells()

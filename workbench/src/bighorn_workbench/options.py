@@ -85,7 +85,7 @@ SECTIONS = {
     "Length": "batch_size batch_sizes epochs steps trials budget seeds seconds target",
     "Precision and device": "precision loss_scale backend device threads processes gpu_memory accumulate "
     "tail_overlap shard_update offload clip",
-    "Files": "study save resume report json_file log plot_schedule",
+    "Files": "study save resume report json_file log",
 }
 """The headings of a command's help, and the options below each; others come last."""
 

@@ -142,7 +142,7 @@ def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_p
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Torchrun and all of its processes receive the signal, as from a terminal; one process starts slowly."""
-    data = ["--data", str(write_idx(tmp_path / "idx"))]  # digits would import scikit-learn in each process
+    data = ["--data", str(write_idx(tmp_path / "idx"))]
     options = ["--task", "mnist", *data, "--epochs", "20000", "--batch-size", "16", "--tail-overlap"]
     command = [*TWO, str(WORKER), json.dumps([job("train", *options, late=1)])]
     process = subprocess.Popen(

@@ -4,9 +4,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
-
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
@@ -55,6 +52,9 @@ class Entry:
 
     def around(self, best: float, count: int) -> list[dict[str, float]]:
         """Return further points: a quasi-random sequence of Sobol over all options, with rates near the best one."""
+        import optuna  # other commands, which have spaces too, do without
+        from optuna.distributions import BaseDistribution, FloatDistribution
+
         space = dict(self.space)
         if "lr" in space:
             space["lr"] = max(space["lr"][0], best / AROUND), min(space["lr"][1], best * AROUND)

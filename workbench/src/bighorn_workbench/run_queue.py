@@ -106,18 +106,25 @@ class Queue:
     def take(self, owner: str) -> tuple[int, int] | None:
         """Claim a run that waits, and return its number and its trial's id; None if none waits.
 
+        Of several trials of a run, which processes may have queued at the same time, the first one alone is made: who
+        sees a trial sees those with lower numbers.
+
         Args:
             owner: The name of the command, which :meth:`release` takes.
         """
-        for trial in filter(_waits, self._trials):
+        begun: set[int | None] = {None}
+        for trial in self._trials:
             index = self._number(trial)
-            if index is not None and index < self.count and self._claim(index, trial, owner):
+            if index in begun or _is_lost(trial):
+                continue
+            begun.add(index)
+            if index is not None and index < self.count and _waits(trial) and self._claim(trial._trial_id, owner):
                 return index, trial._trial_id
         return None
 
-    def _claim(self, index: int, trial: FrozenTrial, owner: str) -> bool:
-        """Claim a trial. Two processes may have queued the same run: its first trial alone is made."""
-        backend, identifier = self.database.storage, trial._trial_id
+    def _claim(self, identifier: int, owner: str) -> bool:
+        """Claim a trial; return whether no other process was faster."""
+        backend = self.database.storage
         try:
             with self.database.asked():
                 backend.record_heartbeat(identifier)  # Optuna never takes a trial without one for dead
@@ -125,11 +132,6 @@ class Queue:
                     return False
                 backend.set_trial_user_attr(identifier, "owner", owner)
         except UpdateFinishedTrialError:
-            return False
-        self.look()
-        earlier = [each for each in self._trials if each.number < trial.number and not _is_lost(each)]
-        if index in map(self._number, earlier):
-            self.drop(identifier)
             return False
         return True
 

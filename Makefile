@@ -208,11 +208,11 @@ WITHOUT_DEPENDENCIES := timm torchtitan torchtune nemo-automodel verl axolotl 'm
 UPGRADE ?=
 integrations: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
-		--constraint constraints.txt $(EDITABLE) --editable '.[dev,test-integrations]' $(WORKBENCH)
+		--constraint constraints.txt $(EDITABLE) --editable '.[dev,test-integrations]' --editable './workbench[study,postgresql]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) --no-deps $(WITHOUT_DEPENDENCIES)
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/python -m pip install --disable-pip-version-check --quiet $(UPGRADE) \
 		--constraint constraints.txt --no-build-isolation 'deepspeed==0.19.*'
-	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_peer_state.py workbench/tests/test_examples.py workbench/tests/test_logs.py tests/docs/test_docs.py tests/package/test_types.py
+	$(BIN)/pytest -m "not slow" tests/integrations workbench/tests/test_peer_state.py workbench/tests/test_examples.py workbench/tests/test_logs.py workbench/tests/test_study_server.py tests/docs/test_docs.py tests/package/test_types.py
 	$(BIN)/python -m tests.integrations.page
 
 # A Python whose torch finds a GPU runs the tests without any download, since containers have their own torch. Other machines

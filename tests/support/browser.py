@@ -38,7 +38,8 @@ function faults(page, width, pane) {
     for (const text of svg.querySelectorAll("text")) {
       const at = text.getBoundingClientRect();
       if (at.left < box.left - 2 || at.right > box.right + 2) list.push(`cut off: ${text.textContent}`);
-      if (at.width && Math.min(at.width, at.height) < 7) list.push(`too small: ${text.textContent}`);
+      const height = text.getBBox().height * box.width / svg.viewBox.baseVal.width;  // of a line of it on the screen
+      if (at.width && height < 7) list.push(`too small: ${text.textContent}`);
     }
   }
 }

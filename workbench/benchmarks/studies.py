@@ -15,6 +15,7 @@ import plots
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.reports import plots as report_plots
 from bighorn_workbench.trials import Cell, Trial
+from bighorn_workbench.values import counted
 from bighorn_workbench.verdict import columns, row, verdicts
 from result_files import RESULTS, load
 
@@ -69,8 +70,8 @@ def table(name: str) -> str:
         " \\\n  ".join(textwrap.wrap(command(saved), 80, break_long_words=False, break_on_hyphens=False)),
         "```",
         "",
-        f"{config['task']} ({saved['data']['description']}), {config['epochs']:g} epochs, {seeds} seeds, rates "
-        f"of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command did at "
+        f"{config['task']} ({saved['data']['description']}), {counted(config['epochs'], 'epoch')}, {seeds} seeds, "
+        f"rates of a grid chosen by {'all' if chosen_by == seeds else chosen_by} of them, as the command did at "
         f"commit {saved['commit'][:7]}, with fewer trials than it makes today; {config['precision']} unless a name has "
         f"another precision ([all runs]({name}.json)).",
         "",

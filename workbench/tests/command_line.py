@@ -5,8 +5,9 @@ import html.parser
 import re
 import shlex
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from click.testing import CliRunner, Result
@@ -24,6 +25,16 @@ def call(*words: object) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def changed(words: Sequence[Any], *others: Any) -> list[Any]:
+    """Return words of a command with other values of some options, since an option may be given once."""
+    kept = list(words)
+    for flag in others[::2]:
+        if flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+    return [*kept, *others]
 
 
 def resuming(output: str) -> list[str]:

@@ -26,8 +26,9 @@ def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
 
 @pytest.fixture
 def lost_runs_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat a run without an end as lost at once, although its process, which runs the tests, still exists."""
-    monkeypatch.setattr("bighorn_workbench.run_queue.GRACE", 0.0)
+    """Treat a run without an end as lost after a second."""
+    monkeypatch.setattr("bighorn_workbench.storage.GRACE", 1)
+    monkeypatch.setattr("bighorn_workbench.storage.BEAT", 1)
 
 
 @pytest.fixture

@@ -86,6 +86,32 @@ def test_a_second_list_is_refused(name: str, flag: str, invoke: Invoke) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "flag"),
+    [
+        ("train", ("--lr", "1", "--lr=2"), "--lr"),
+        ("train", ("--report", "a.html", "--report", "b.html"), "--report"),
+        ("compare", ("--study", "a", "--study", "b"), "--study"),
+        ("memory", ("--shapes", "one", "--precision", "bf16", "--precision", "fp32"), "--precision"),
+        ("lr-find", ("--task", "text", "--task", "digits"), "--task"),
+    ],
+)
+def test_a_second_value_is_refused(name: str, words: tuple[str, ...], flag: str, invoke: Invoke) -> None:
+    assert f"{flag} is given 2 times. Give it once: {flag} A." in invoke(name, *words, code=2).output
+
+
+def test_options_with_several_values_and_flags_are_no_second_value(invoke: Invoke) -> None:
+    words = [
+        "--optimizer-option",
+        "trust_clip=True",
+        "--optimizer-option",
+        "--lr=3",
+        "--tail-overlap",
+        "--tail-overlap",
+    ]
+    assert "given 2 times" not in invoke("train", "--steps", 1, *words, code=1).output
+
+
 def test_an_interrupt_is_130(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

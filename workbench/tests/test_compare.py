@@ -6,26 +6,23 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import re
-import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
-import optuna
 import pytest
 import torch
-from optuna.trial import TrialState
 from rich.console import Console
 from torch import nn
 
-from bighorn_workbench import commands, costs, run_queue, search, workers
+from bighorn_workbench import commands, costs, files, lr_find, run_queue, search, workers
+from bighorn_workbench import study as notebook
 from bighorn_workbench.builtin_tasks.digits import Digits
 from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
@@ -35,13 +32,13 @@ from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
-from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make
+from bighorn_workbench.storage import Place
+from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make, paired
 from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
-from tests.support.processes import FORKS, LIMIT, outcomes
+from tests.support.processes import FORKS, LIMIT
 from tests.support.tables import for_every
-from workbench.tests.command_line import Invoke, assert_self_contained
-from workbench.tests.test_files import files_at_most
+from workbench.tests.command_line import Invoke, assert_self_contained, changed
 
 
 def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> Trial:
@@ -60,10 +57,10 @@ STARTED = 1000.0
 """The simulated time from which the budget of a `small` search counts."""
 
 
-def small(path: Path, **options: object) -> Search:
+def small(place: Place, **options: object) -> Search:
     """Return a search of seven short runs."""
     defaults = {"optimizers": "lamb", "batch_sizes": "256", "trials": 4, "seeds": 3, "epochs": 1.0}
-    return prepare(CompareConfig(**(defaults | options)), Digits(), path, started=STARTED)  # type: ignore[arg-type]
+    return prepare(CompareConfig(**(defaults | options)), Digits(), place, started=STARTED)  # type: ignore[arg-type]
 
 
 compare_command = import_module("bighorn_workbench.compare")
@@ -116,6 +113,8 @@ def test_rates_are_scanned_then_all_options_are_searched_around_the_best_one() -
     assert {point["weight_decay"] for point in points} == {0.5}
     assert max(point["lr"] for point in entry.around(0.0631, 16)) <= 0.1, "the range of the space holds"
     assert Entry("lamb", RunConfig(lr=1e-6, weight_decay=0.0), space).scan()[0]["lr"] == 0.001
+    again = Entry("adamw", RunConfig(lr=0.01, weight_decay=0.01), space)
+    assert [len(again.scan()), again.scan()[0]["lr"]] == [5, 0.01], "a default among the rates is tried once"
     fixed = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1)})
     assert (fixed.scan(), fixed.around(0.1, 5), fixed.most(12)) == ([{"lr": 0.1}], [], 1)
     of_one = Entry("sgd", RunConfig(lr=1.0, weight_decay=0.0), {"lr": (0.1, 0.1), "warmup": (0.02, 0.4)})
@@ -154,9 +153,9 @@ def test_runs_are_kept_and_a_longer_comparison_goes_on(invoke: Invoke, ten_secon
     assert len(made) == 7
     first, again = (json.loads(Path(name).read_text())["cells"] for name in ("a.json", "b.json"))
     assert first == again
-    invoke("compare", *SMALL, "--seeds", 5, *options)
+    invoke("compare", *changed(SMALL, "--seeds", "5"), *options)
     assert [config.seed for config in made[7:]] == [4, 5]
-    invoke("compare", *SMALL, "--epochs", 2, *options)
+    invoke("compare", *changed(SMALL, "--epochs", "2"), *options)
     assert len(made) == 9 + 7, "runs of another length are other runs"
 
 
@@ -169,7 +168,7 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(tmp_path: Path,
     assert found.total == found.done == len(found.finished()) == 22
     assert all(config.seed == 0 for config in ten_seconds[:16]), "final runs begin when the search has ended"
     rates = [config.lr or 0.0 for config in ten_seconds[:16] if config.optimizer == "sgd"]
-    assert all(0.1585 / 4 <= lr <= 0.1585 * 4 for lr in rates[6:]), "around the best one of the scan"
+    assert all(0.1 / 4 <= lr <= 0.1 * 4 for lr in rates[5:]), "around the best one of the scan, the default"
     ten_seconds.clear()
     again = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="5 s")
     again.work()
@@ -196,16 +195,6 @@ def test_more_seeds_and_fewer_trials_never_take_finished_trials_away(
         assert [config.seed for config in ten_seconds] == ([4, 5, 6, 7, 8, 9, 10] if number == 0 else [])
 
 
-def test_a_number_of_a_run_that_no_study_has_is_not_waited_for(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
-    path = tmp_path / "s.study"
-    small(path, trials=1).work()
-    path.write_text(path.read_text().replace('"run":0', f'"run":{10**9}'))
-    again = small(path, trials=1)
-    assert (again.trials, again.done) == (1, 0)
-    again.work()
-    assert (again.done, len(ten_seconds)) == (4, 6), "the trial and the first final run are made again"
-
-
 def test_the_time_left_is_what_the_other_runs_take(
     invoke: Invoke, tmp_path: Path, ten_seconds: list[RunConfig]
 ) -> None:
@@ -223,8 +212,8 @@ def test_the_time_left_is_what_the_other_runs_take(
     assert (len(ten_seconds), found.needed(4)) == (18, 0)
     ten_seconds.clear()
     output = invoke("compare", "--optimizers", "adamw", *SMALL[2:], "--processes", 1).output
-    assert len({config.lr for config in ten_seconds[:4]}) == 3, "the default of AdamW is one of the scanned rates"
-    assert re.findall(r"^(\d) of 7: ", output, re.MULTILINE) == list("1234567"), "equal trials are counted each"
+    assert len({config.lr for config in ten_seconds[:4]}) == 4, "the default of AdamW, a scanned rate, is tried once"
+    assert re.findall(r"^(\d) of 7: ", output, re.MULTILINE) == list("1234567")
 
 
 def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list[RunConfig]) -> None:
@@ -246,10 +235,10 @@ def test_a_budget_without_time_for_a_verdict_is_refused_and_says_what_fits(
     monkeypatch.setattr(compare_command, "step_seconds", lambda _: 0.005)  # a busy machine's would take hours
     options = ["--batch-sizes", 256, "--epochs", 1, "--seeds", 1, "--processes", 1]
     output = invoke("compare", "--optimizers", "lamb", *options, "--budget", "0.001s", code=1).output
-    assert "--budget 0.001s has no time for 8 trials and 1 final runs of each optimizer at each batch size" in output
+    assert "--budget 0.001s has no time for 8 trials and 1 final run of each optimizer at each batch size" in output
     assert "Give --budget 1min, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task" in output
     options[3] = 5000
-    output = invoke("compare", *options, "--processes", 1, "--budget", "30s", code=1).output
+    output = invoke("compare", *options, "--budget", "30s", code=1).output
     found = re.search(r"take about \S+ \w+. Give --budget (\d+)min, --epochs (\d\S*), fewer", output)
     assert found is not None, output
     assert 5000 * 0.5 / int(found[1]) * 0.5 < float(found[2]) < 5000 * 0.5 / int(found[1]) * 2
@@ -265,132 +254,20 @@ def test_ctrl_c_reports_what_there_is_and_keeps_it(invoke: Invoke, monkeypatch: 
         return make(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(search, "make", interrupted)
-    options = ["--optimizers", "lamb,sgd", *SMALL[2:], "--trials", 2, "--processes", 1, "--report", "c.html"]
+    small_one = changed(SMALL, "--optimizers", "lamb,sgd", "--trials", "2", "--processes", "1")
+    options = [*small_one, "--report", "c.html"]
     output = invoke("compare", *options, "--json", "c.json", code=130).output
-    assert "6 of 10: lamb, batch 256, lr " in output
-    assert "lamb at batch 256: 2 of 3 final runs." in output
+    assert "6 of 10: sgd, batch 256, lr " in output
+    assert "lamb at batch 256: 1 of 3 final runs." in output, "each optimizer has the same seeds"
     assert (
         "Interrupted after 6 of 10 runs. Repeat the command with --study bighorn-compare.study to continue." in output
     )
-    assert len(json.loads(Path("c.json").read_text())["cells"][0]["final"]) == 2
-    assert "2 of 3 final runs" in assert_self_contained(Path("c.html")).text
+    assert [len(each["final"]) for each in json.loads(Path("c.json").read_text())["cells"]] == [1, 1]
+    assert "1 of 3 final runs" in assert_self_contained(Path("c.html")).text
     left[0] = 100
     output = invoke("compare", *options, "--study", "bighorn-compare.study").output
     assert "6 runs are already in bighorn-compare.study" in output
     assert left[0] == 96
-
-
-@pytest.mark.process
-def test_a_killed_comparison_loses_only_the_run_in_flight(tmp_path: Path) -> None:
-    """A process dies in its second run; another command with the same study repeats the run."""
-    path = tmp_path / "s.study"
-    script = (
-        "import os, signal\n"
-        "from pathlib import Path\n"
-        "from workbench.tests.test_compare import small\n"
-        "from bighorn_workbench import search\n"
-        "make, count = search.make, iter(range(9))\n"
-        "search.make = lambda *a: os.kill(os.getpid(), signal.SIGKILL) if next(count) == 1 else make(*a)\n"
-        f"small(Path({str(path)!r})).work()\n"
-    )
-    assert outcomes(script, [[]])[0].code == -signal.SIGKILL
-    found = small(path)
-    assert len(found.finished()) == 1
-    assert [trial.state for trial in found._tuning[0].study.trials].count(TrialState.RUNNING) == 1
-    fill(found, 1, lambda: None)
-    whole = small(tmp_path / "whole.study")
-    whole.work()
-
-    def results(of: Search) -> list[tuple[RunConfig, float, float]]:
-        return [(each.config, each.value, each.loss) for _, each in of.finished().values()]
-
-    assert len(found.finished()) == found.total == 7
-    assert results(found) == results(whole)
-    done_runs = Counter(
-        each.user_attrs["run"] for each in found._tuning[0].study.trials if each.state.name == "COMPLETE"
-    )
-    assert done_runs == {0: 1, 1: 1, 2: 1, 3: 1}
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="needs Linux's /proc")
-def test_a_run_of_a_process_that_has_ended_is_free_before_its_parent_knows() -> None:
-    """Its entry in /proc stays until then; `compare` waited for a minute."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    beat = [platform.node(), process.pid, time.time()]
-    trial = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={"beat": beat})
-    assert Path(f"/proc/{process.pid}").exists()
-    assert run_queue.is_dead(trial)
-    process.wait()
-
-
-def test_a_run_of_a_living_process_is_left_to_it(tmp_path: Path) -> None:
-    one, other = small(tmp_path / "s.study"), small(tmp_path / "s.study")
-    taken = one._take()
-    assert taken is not None
-    other.release()
-    assert [each[3] for each in (taken, other._take(), one._take()) if each] == [0, 1, 2]
-    now, here = time.time(), platform.node()
-    gone = 1 << 22  # above all that Linux gives
-    for beat, dead in (
-        ([here, os.getpid(), now], False),
-        ([here, os.getpid(), now - 1000], True),
-        ([here, gone, now], Path("/proc").exists()),
-        (["elsewhere", gone, now], False),
-        (["elsewhere", gone, now - 1000], True),
-        (None, False),
-        ("text", True),
-        ([here, "/etc/hostname", now], True),
-        ([here, os.getpid(), "now"], True),
-    ):
-        about = optuna.trial.create_trial(state=TrialState.RUNNING, user_attrs={} if beat is None else {"beat": beat})
-        assert run_queue.is_dead(about) is dead, beat
-
-
-def test_a_run_of_another_machine_is_taken_over_and_counts_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine sends no signal during its first run, and returns after another one has made all runs."""
-    asleep, awake = small(tmp_path / "s.study"), small(tmp_path / "s.study")
-    made: list[RunConfig] = []
-
-    def slow(config: RunConfig, *_: object) -> Trial:
-        made.append(config)
-        if len(made) == 1:
-            monkeypatch.setattr(platform, "node", lambda: "another")
-            awake.release()
-            assert [each.state for each in awake._tuning[0].study.trials].count(TrialState.RUNNING) == 1
-            monkeypatch.setattr(run_queue, "GRACE", -1.0)
-            awake.release()
-            monkeypatch.setattr(run_queue, "GRACE", 60.0)
-            awake.work()
-        return trial(config.lr or 0.0, config.seed, 0.5)
-
-    monkeypatch.setattr(search, "make", slow)
-    asleep.work()
-    assert len(made) == 8
-    assert len(asleep.finished()) == len(awake.finished()) == 7
-    states = Counter(each.state.name for each in asleep._tuning[0].study.trials)
-    assert states == {"COMPLETE": 4, "FAIL": 1}
-
-
-def test_a_run_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, other = small(tmp_path / "s.study", seeds=1, trials=1), small(tmp_path / "s.study", seeds=1, trials=1)
-
-    def last() -> float:
-        trials = [each for queue in other._tuning for each in queue.study.trials]
-        return max(float(each.user_attrs["beat"][2]) for each in trials if "beat" in each.user_attrs)
-
-    def long(config: RunConfig, *_: object) -> Trial:
-        begun, until = last(), time.monotonic() + LIMIT
-        while last() == begun:
-            assert time.monotonic() < until
-        return trial(config.lr or 0.0, config.seed, 0.5)
-
-    monkeypatch.setattr(run_queue, "BEAT", 0.01)
-    monkeypatch.setattr(search, "make", lambda config, *_: long(config) if config.seed == 0 else trial(0.1, 1, 0.5))
-    here.work()
-    assert len(other.finished()) == 2
 
 
 def test_runs_take_the_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,6 +321,26 @@ def test_an_end_of_another_process_is_named(
     assert all(message in output for message in messages), output
 
 
+@pytest.mark.process
+def test_processes_of_the_caller_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the workers of a DataLoader in a notebook."""
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORKS)
+    monkeypatch.setattr(workers, "worker", failing_worker)
+    other = FORKS.Process(target=time.sleep, args=(LIMIT,))
+    other.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fill(small(tmp_path / "s.study"), 2, lambda: None)
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
+
+
+def failing_worker(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 def test_a_task_that_ends_later_is_named_and_runs_are_kept(invoke: Invoke) -> None:
     Path("ends.py").write_text(ENDING.format(way="sys.exit(0)", when="Ending.calls > 18"))
     options = ["--task", "ends.py:Ending", "--optimizers", "sgd", "--trials", 2, "--seeds", 2, "--processes", 1]
@@ -457,78 +354,6 @@ def test_a_task_that_ends_later_is_named_and_runs_are_kept(invoke: Invoke) -> No
     assert "runs are already in" not in fresh
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a journal, one from each line."""
-    assert path.read_bytes().endswith(b"\n")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.usefixtures("lost_runs_are_free")
-@for_every("cut", [1, 15, 10**6])
-def test_a_torn_last_line_costs_its_own_run_alone(invoke: Invoke, cut: int) -> None:
-    """A full disk or a killed process leaves a torn line; the next record begins a new line."""
-    path, words = Path("s.study"), ["compare", *SMALL, "--processes", 1, "--study", "s.study"]
-    path.unlink(missing_ok=True)
-    invoke(*words)
-    whole = whole_lines(path)
-    with path.open("r+b") as file:
-        file.truncate(max(5, path.stat().st_size - cut))
-    output = invoke(*words).output
-    kept = 0 if cut == 10**6 else 6
-    assert ("6 runs are already in s.study" in output) == bool(kept)
-    assert "7 runs are already in s.study" in invoke(*words).output
-    assert len(whole_lines(path)) >= len(whole)
-
-
-@pytest.mark.usefixtures("lost_runs_are_free")
-def test_a_full_disk_leaves_a_study_whole_and_is_named(invoke: Invoke) -> None:
-    path, words = Path("s.study"), ["compare", *SMALL, "--processes", 1, "--study", "s.study"]
-    invoke(*words)
-    size = path.stat().st_size
-    path.unlink()
-    with files_at_most(size // 2):
-        output = invoke(*words, code=1).output
-    assert "Error: the study s.study cannot be written: File too large. All runs that have ended are in it." in output
-    assert "repeat the command with --study" in output
-    done = sum("result" in str(record) for record in whole_lines(path))
-    assert 0 < done < 7
-    assert f"Stopped after {done} of 7 runs. Repeat the command with --study s.study" in output
-    assert f"{done} runs are already in s.study" in invoke(*words).output
-
-
-@for_every(
-    ("old", "new", "message"),
-    [
-        ('"state_bytes"', '"bytes"', "another version of bighorn has written a run of lamb, batch 256, tuning"),
-        ('"loss": ', '"loss": null, "ignored": ', "another version of bighorn"),
-        ('"seconds": ', '"seconds": {}, "pruned": 1, "value": ', "another version of bighorn"),
-        ('"op_code":0', '"op_code":99', "has records of another version of Optuna"),
-        ('"op_code":4', '"op_code":', "--study other.study is damaged or not a file of bighorn compare (Expecting"),
-        ('"run"', '"walk"', None),
-        ('"beat"', '"heart"', None),
-    ],
-)
-def test_records_of_another_version_are_named(
-    invoke: Invoke, old: str, new: str, message: str | None, tmp_path: Path
-) -> None:
-    words = ["compare", *SMALL, "--processes", 1, "--study"]
-    if not (tmp_path / "s.study").exists():
-        invoke(*words, "s.study")
-    lines = []
-    for record in whole_lines(Path("s.study")):
-        lines.append(json.dumps(record).replace('"op_code": ', '"op_code":').replace(old, new))
-    Path("other.study").write_text("\n".join(lines) + "\n")
-    output = invoke(*words, "other.study", code=0 if message is None else 1).output
-    assert message is None or (message in output and output.count("\n") == 1)
-    assert output.startswith("Error: ") == (message is not None)
-
-
-def test_a_file_of_another_kind_is_refused(invoke: Invoke) -> None:
-    Path("other").write_text("not a study\n")
-    assert "--study other is damaged or not a file" in invoke("compare", *SMALL, "--study", "other", code=1).output
-    assert Path("other").read_text() == "not a study\n"
-
-
 def test_torchrun_is_refused_and_without_optuna_its_extra_is_named(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +362,62 @@ def test_torchrun_is_refused_and_without_optuna_its_extra_is_named(
     assert "start it once, without torchrun, which is for train" in invoke("compare", *SMALL, code=1).output
     monkeypatch.setattr(commands, "find_spec", lambda _: None)
     assert "compare needs Optuna: pip install optuna" in invoke("compare", code=1).output
+
+
+def test_an_error_after_the_runs_keeps_them_and_says_where(
+    invoke: Invoke, ten_seconds: list[RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A report that cannot be drawn, a file that cannot be written, and an error in the verdict."""
+
+    def failing(*_: object) -> None:
+        raise ValueError("-inf + inf in fsum")
+
+    words = ["compare", *SMALL, "--processes", 1]
+    with monkeypatch.context() as patch:
+        patch.setattr("bighorn_workbench.reports.compare.compare_report", failing)
+        output = invoke(*words, "--report", "c.html", code=1).output
+    assert "Stopped after 7 of 7 runs. Repeat the command with --study bighorn-compare.study to continue." in output
+    assert "--report c.html cannot be drawn (ValueError: -inf + inf in fsum)" in output
+    with monkeypatch.context() as patch:
+        patch.setattr(compare_command, "verdicts", failing)
+        with pytest.raises(ValueError, match="inf in fsum"):
+            invoke(*words)
+    elsewhere, write = tmp_path / "elsewhere", files.write
+    elsewhere.mkdir()
+
+    def full(path: Path, content: Callable[[BinaryIO], object]) -> None:
+        if path.parent == Path():
+            raise files.WriteError(f"{path} cannot be written")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write", full)
+        patch.setattr(tempfile, "tempdir", str(elsewhere))
+        output = invoke(*words, "--json", "c.json", code=1).output
+    assert f"Repeat the command with --study {elsewhere}/bighorn-compare.study to continue." in output
+    assert "Error: c.json cannot be written" in output.replace("\n", " ") or "Error: \nc.json cannot" in output
+    for name in ("bighorn-compare.study", "bighorn-compare-2.study", f"{elsewhere}/bighorn-compare.study"):
+        ten_seconds.clear()
+        assert f"7 runs are already in {name}" in invoke(*words, "--study", name).output
+        assert not ten_seconds
+
+
+def test_runs_of_a_notebook_are_kept_too(
+    tmp_path: Path, ten_seconds: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise ValueError("no verdict")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bighorn_workbench.study.verdicts", failing)
+    with (
+        pytest.warns(UserWarning, match=r"Stopped after 2 of 2 runs.*--study bighorn-compare\.study"),
+        pytest.raises(ValueError, match="no verdict"),
+    ):
+        notebook.compare(Digits(), ["lamb"], [256], trials=1, seeds=1, epochs=1)
+    assert len(ten_seconds) == 2
+    monkeypatch.undo()
+    assert (tmp_path / "bighorn-compare.study").exists()
 
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:
@@ -564,7 +445,9 @@ def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> N
     assert best_of(runs, higher=False).config.lr == 1.0
     config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(Digits())
     diverged = make(config, Digits(), "test", 0.9)
-    assert (diverged.value, diverged.loss, diverged.steps_to_target) == (0.0, float("inf"), None)
+    assert (diverged.value, diverged.loss, diverged.steps_to_target) == (-math.inf, math.inf, None)
+    assert best_of([diverged, trial(0.1, 0, -0.8)], higher=True).value == -0.8
+    assert best_of([trial(0.1, 0, 0.0, loss=math.inf), trial(0.1, 0, -0.8)], higher=True).value == -0.8
     assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
 
 
@@ -648,6 +531,91 @@ def test_runs_are_paired_by_their_seed() -> None:
     ]
     for order in (cells, cells[::-1]):
         assert "with 2 seeds: a difference of 2.0 +- 18.0 points" in verdicts(order)[0]
+
+
+def seeds_of(name: str, values: dict[int, float], size: int = 64) -> Cell:
+    """Return a cell whose final runs have these values of the metric by seed."""
+    return dataclasses.replace(cell(name, size, 0.2), trials=tuple(trial(0.2, *run) for run in values.items()))
+
+
+def test_ranks_means_and_intervals_are_of_common_seeds() -> None:
+    """Lamb is behind on both common seeds, and its third seed is the best of all."""
+    lamb = seeds_of("lamb", {1: 0.9, 2: 0.9101, 3: 1.0})
+    adamw, came = seeds_of("adamw", {1: 0.9203, 2: 0.93}), seeds_of("came", {1: 0.8, 2: 0.81})
+    lines = verdicts([lamb, adamw, came])
+    assert lines[0] == "At batch 64 lamb (90.5%) is behind adamw (92.5%) by 2.0 +- 0.5 points."
+    assert "adamw is the clear winner at batch 64." in lines
+    assert "At batch 64 means and verdicts are over the 2 seeds that all optimizers have." in lines
+    assert "paired over 2 seeds" in lines[-1]
+    assert [len(each.trials) for each in paired([lamb, adamw, came])] == [2, 2, 2]
+    small = seeds_of("lamb", {1: 0.8, 2: 0.8, 3: 0.8}, 32)
+    assert [len(each.trials) for each in paired([lamb, adamw, small])] == [2, 2, 3], "each batch size has its own"
+    apart = verdicts([seeds_of("lamb", {1: 0.9}), seeds_of("adamw", {2: 0.9})])
+    assert apart == [
+        "At batch 64 lamb (90.0%) cannot be distinguished from adamw (90.0%): no seed has finished for both."
+    ]
+
+
+@for_every("higher", [False, True])
+@for_every("seeds", [(1, 2), (1, 1)])
+def test_runs_of_two_optimizers_that_diverge_are_named(higher: bool, seeds: tuple[int, int]) -> None:
+    """Their differences are both infinities, or no number."""
+    worst = -math.inf if higher else math.inf
+    cells = [
+        dataclasses.replace(
+            seeds_of(name, {each: worst if each == seed else 0.5 for each in (1, 2, 3)}, size),
+            metric="reward",
+            higher_is_better=higher,
+        )
+        for size in (32, 64)
+        for name, seed in zip(("lamb", "sgd"), seeds, strict=True)
+    ]
+    lines = verdicts(cells)
+    assert lines[0].endswith(
+        "cannot be distinguished from lamb (-inf): runs of sgd and lamb diverged.".replace("-inf", str(worst))
+    ), lines
+    assert "lamb cannot be compared from batch 32 to 64: its runs diverged." in lines
+    assert [row(each)[3] for each in cells]
+    assert all(math.isfinite(value) for each in cells for _, value in each.curve)
+
+
+@pytest.mark.parametrize("metric", ["accumulated_reward", "accuracy"])
+def test_a_run_that_diverged_is_never_chosen(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All values are below 0, the value of no result by the name of an accuracy."""
+    task = Digits()
+    task.metric = metric
+    monkeypatch.setattr(Digits, "evaluate", lambda *_: {metric: -5.0, "loss": 1.0})
+    config = RunConfig(lr=1e30, warmup="0", epochs=2, threads=1).resolved(task)
+    diverged, whole = make(config, task, "test"), make(dataclasses.replace(config, lr=0.01), task, "test")
+    assert (diverged.diverged, whole.diverged) == (True, False)
+    assert best_of([diverged, whole], higher=True) is whole
+    found = lr_find.find(dataclasses.replace(config, epochs=1), held_out(task), (1e-3, 1e30))
+    for before, rung in itertools.pairwise(found.rungs):
+        assert {run.config.lr for run in rung} <= {run.config.lr for run in before if not run.diverged}
+    assert found.lr in {run.config.lr for run in found.rungs[-1] if not run.diverged}
+
+
+def test_an_optimizer_whose_trials_all_diverged_has_no_final_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "make", lambda config, *_: trial(config.lr or 0.0, config.seed, -math.inf, math.inf))
+    found = small(tmp_path / "s.study")
+    found.work()
+    assert (found.done, found.total, found.needed(4), found.cells()) == (4, 4, 0, [])
+    assert unfinished(found) == [
+        "lamb at batch 256: all 4 trials diverged, so that no options were chosen: give a lower --space lamb.lr."
+    ]
+
+
+@for_every("metric", ["seconds", "steps", "lr", "curve", "final"])
+def test_a_metric_with_the_name_of_another_figure_keeps_apart(metric: str) -> None:
+    found = dataclasses.replace(cell("lamb", 64, 0.2, 0.5, 0.7), metric=metric).as_json()
+    plain = cell("lamb", 64, 0.2, 0.5, 0.7).as_json()
+    assert found[f"metric {metric}"] == plain["accuracy"]
+    assert found["final"][0][f"metric {metric}"] == 0.5
+    assert {key: found[key] for key in ("seconds", "steps")} == {"seconds": 1.0, "steps": 10}
+    assert found["final"][0]["lr"] == found["config"]["lr"] == 0.2
+    assert found["curve"]["steps"] == [5, 10]
 
 
 def test_seeds_that_would_show_a_difference_are_the_fewest() -> None:

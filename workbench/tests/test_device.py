@@ -52,7 +52,7 @@ def test_runs_are_not_made_on_xla(command: str, invoke: Invoke, monkeypatch: pyt
 
 def test_cuda_is_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "device_of", torch.device)
-    outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json", "--plot-schedule"))
+    outputs: dict[str, Path | None] = dict.fromkeys(("--save", "--report", "--json"))
     ctx = train.train.make_context("train", ["--device", "cuda"])
     with pytest.raises(InputError, match="--device cuda with 2 processes is not supported: no machine with several"):
         train._prepare(ctx, outputs, None, None, Ranks(0, 2))

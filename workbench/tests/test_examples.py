@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from bighorn_workbench.study import compare, lr_find
-from workbench.tests.command_line import Invoke, write_text
+from workbench.tests.command_line import Invoke, changed, write_text
 from workbench.tests.test_own_tasks import CODE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,7 +34,7 @@ def test_the_page_goes_from_an_empty_file_to_a_verdict(invoke: Invoke) -> None:
     Path("mine.py").write_text(code)
     for line in commands.replace("\\\n", "").splitlines():
         _, name, *words = shlex.split(line, comments=True)
-        output = invoke(name, *words, *QUICK[name]).output
+        output = invoke(name, *changed(words, *QUICK[name])).output
     assert "At batch 32 lamb cannot be compared with adamw" in output, "of one trial each"
     assert Path("rings.html").exists()
     for place in re.findall(r"\]\((examples/\S+)\)", page):

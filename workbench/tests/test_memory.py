@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from bighorn import Came, Lamb, Lars
 from bighorn.kernels.rounding import LOW, ROUNDING_MODES
+from bighorn_workbench import models
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.footprint import FOOTPRINTS, Named, Total, Weights, kinds, total_of
@@ -334,6 +336,17 @@ def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatc
     invoke("memory", "--hf-config", "config.json", "--json", "m.json")
     assert json.loads(Path("m.json").read_text())["parameters"] == 3
     assert not Path("was-here").exists()
+
+    class Endless(nn.Module):
+        def __init__(self, _: Any) -> None:
+            super().__init__()
+            for number in itertools.count():  # as of a configuration with millions of layers
+                self.register_parameter(f"layer{number}", nn.Parameter(torch.empty(1)))
+
+    monkeypatch.setattr(models, "MOST_TENSORS", 1000)
+    package.Endless, Config.architectures = Endless, ("Endless",)
+    output = invoke("memory", "--hf-config", "config.json", code=1).output
+    assert "it has more than 1,000 parameters' tensors. Correct its number of layers" in output
     Path("config.json").write_text("{}")
     assert "ValueError: unrecognized model" in invoke("memory", "--hf-config", "config.json", code=1).output
     assert "there is no such file" in invoke("memory", "--hf-config", "absent.json", code=1).output

@@ -302,6 +302,18 @@ WRONG = {
         return {'error': 0.5}""",
         ("evaluate(model, 'test') changes requires_grad of 0.weight",),
     ),
+    "evaluate replaces a parameter": (
+        """def evaluate(self, model, split):
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+        return {'error': 0.5}""",
+        ("evaluate(model, 'test') changes 0.weight, so that the next step would train other weights",),
+    ),
+    "evaluate loads weights": (
+        """def evaluate(self, model, split):
+        model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+        return {'error': 0.5}""",
+        ("evaluate(model, 'test') changes 0.weight", "Evaluate a copy of the model, or put its weights back"),
+    ),
     "gradients switched off": (
         """def loss(self, model, batch):
         found = super().loss(model, batch)
@@ -604,6 +616,21 @@ def test_tensors_in_memory_are_a_task_of_their_own() -> None:
     assert held.model is task.model
     with pytest.raises(NotImplementedError, match="give Classification a function"):
         Classification((inputs, targets), (inputs, targets)).model()
+
+
+def test_an_evaluation_that_changes_weights_later_ends_the_run(invoke: Invoke, mine: str) -> None:
+    """Averages that begin as a copy of the weights differ only after a step; weights that are put back are the same."""
+    average = """def evaluate(self, model, split):
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        self.average = getattr(self, 'average', kept)
+        model.load_state_dict(self.average)
+        found = super().evaluate(model, split)
+        model.load_state_dict(kept)
+        return found"""
+    invoke("train", "--task", own(mine, average))
+    forgotten = average.replace("model.load_state_dict(kept)", "pass")
+    output = invoke("train", "--task", own(mine, forgotten), code=1).output
+    assert "evaluate(model, 'validation') changes 0.weight" in output
 
 
 def test_seeds_that_make_no_difference_are_refused_unless_that_is_meant(invoke: Invoke, mine: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.processes import LIMIT, TORCHRUN, VARIABLES, assert_ended_well
-from workbench.tests.command_line import Invoke, write_idx, write_text
+from workbench.tests.command_line import Invoke, changed, write_idx, write_text
 from workbench.tests.torchrun import TWO, WORKER, assert_same_run, history, in_processes, job
 
 DIGITS = ["train", "--steps", "6", "--batch-size", "96", "--threads", "1"]
@@ -59,7 +59,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_text(folder / f"{name}.txt", text)
     in_processes(1, folder, [job(*RESUMED, "--save", "from1.pt", interrupt=3)])
     shutil.copy(folder / "from1.pt", folder / "from1-again.pt")
-    jobs = [job(*RESUMED, *options) for options, _ in REFUSED]
+    jobs = [job(*changed(RESUMED, *options)) for options, _ in REFUSED]
     for name, (command, besides) in MODES.items():
         jobs.append(job(*command, *besides, "--json", f"{name}.json", "--save", f"{name}.pt"))
     jobs += [
@@ -142,7 +142,7 @@ def test_a_killed_process_ends_the_others(event: str, parallel: list[str], tmp_p
 
 def test_ctrl_c_saves_once_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Torchrun and all of its processes receive the signal, as from a terminal; one process starts slowly."""
-    data = ["--data", str(write_idx(tmp_path / "idx"))]  # digits would import scikit-learn in each process
+    data = ["--data", str(write_idx(tmp_path / "idx"))]
     options = ["--task", "mnist", *data, "--epochs", "20000", "--batch-size", "16", "--tail-overlap"]
     command = [*TWO, str(WORKER), json.dumps([job("train", *options, late=1)])]
     process = subprocess.Popen(

@@ -2,10 +2,13 @@
 
 import gzip
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.builtin_tasks.digits import Digits
@@ -116,3 +119,26 @@ def test_the_order_of_the_data_depends_on_seed_and_step_alone() -> None:
     epochs = [whole[start : start + 10] for start in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    """They are read from its file, since the import of the package takes longer than the run."""
+    found = load_digits()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    inputs, targets = (torch.from_numpy(each).to(torch.uint8)[order] for each in (found.data, found.target))
+    data = Digits().data
+    for name, part in (("test", slice(359)), ("train", slice(359, None))):
+        assert torch.equal(data[name][0], inputs[part])
+        assert torch.equal(data[name][1], targets[part])
+
+
+@pytest.mark.process
+def test_a_run_imports_no_package_that_it_does_not_need() -> None:
+    script = (
+        "import sys\n"
+        "import bighorn_workbench.train\n"
+        "from bighorn_workbench.builtin_tasks.digits import Digits\n"
+        "Digits()\n"
+        "print(*{'sklearn', 'optuna', 'sqlalchemy', 'scipy', 'matplotlib'} & set(sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "\n"

@@ -11,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
-import numpy as np
 import pytest
 import torch
-from matplotlib import image
 
 from bighorn import WindowScale, kernels
 from bighorn_workbench import display, launch
@@ -208,40 +206,6 @@ def test_the_schedule_is_what_was_asked_for(
         assert f"10 steps, 4 warm-up, then {words[3] if words[3:] else 'linear'}" in output
 
 
-def test_plot_schedule_draws_the_learning_rate_and_does_not_train(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Run, "train_step", lambda _: pytest.fail("trained"))
-    output = invoke("train", "--steps", 10, "--warmup", 4, "--plot-schedule", "new/lr.svg").output
-    assert "Schedule: new/lr.svg; nothing was trained." in output
-    curve = re.search(r'<path d="M([^"]*)"[^>]*stroke: #2f5fd0', Path("new/lr.svg").read_text())
-    assert curve is not None
-    x, y = np.array([float(word) for word in re.findall(r"[\d.]+", curve[1])]).reshape(-1, 2).T
-    # Matplotlib omits the inner points of straight lines: the ends and the two corners remain.
-    steps, heights = 1 + 9 * (x - x[0]) / (x[-1] - x[0]), (y[0] - y) / (y[0] - y.min())
-    expected = np.interp(steps, range(1, 11), [0.25, 0.5, 0.75, 1, *(left / 6 for left in range(6, 0, -1))])
-    assert heights == pytest.approx((expected - 0.25) / 0.75, abs=1e-4)
-    assert {1, 4, 5, 10} <= set(steps.round(3))
-
-
-def test_plot_schedule_as_png(invoke: Invoke) -> None:
-    invoke("train", "--plot-schedule", "lr.png")
-    pixels = image.imread("lr.png")
-    assert (pixels[0] == 1).all()  # white and opaque on any background
-    blue = (pixels[..., 2] - pixels[..., 0] > 0.4).nonzero()
-    assert np.ptp(blue[1]) > 0.8 * pixels.shape[1]
-    assert Path.cwd().joinpath("lr.png").stat().st_size < 100_000
-
-
-def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
-    invoke("train", "--steps", 3, "--schedule", "cosine", "--save", "run.pt")
-    before = Path("run.pt").read_bytes()
-    invoke("train", "--steps", 3, "--schedule", "cosine", "--plot-schedule", "first.png")
-    invoke("train", "--resume", "run.pt", "--plot-schedule", "again.png")
-    assert Path("again.png").read_bytes() == Path("first.png").read_bytes()
-    assert Path("run.pt").read_bytes() == before
-
-
 @for_every(
     ("options", "message"),
     [
@@ -272,8 +236,6 @@ def test_plot_schedule_of_a_saved_run(invoke: Invoke) -> None:
         (["--warmup", "0.1"], "--warmup '0.1' is neither a number of steps (200) nor a share of the run"),
         (["--warmup", "101%"], "--warmup '101%'"),
         (["--schedule", "cosin"], "no 'cosin' here; did you mean cosine?"),
-        (["--plot-schedule", "lr.pdf"], "--plot-schedule lr.pdf must end in .png or .svg"),
-        (["--plot-schedule", "lr.svg", "--report", "x"], "so --report would stay empty: leave one of them out"),
         (["--max-grad-norm", "0"], "--max-grad-norm=0.0 is out of range: it must be a finite number in (0, 3.4e+38]"),
         (["--accumulate", "0"], "--accumulate=0"),
         (["--accumulate", "3"], "--batch-size 128 cannot be split evenly over --accumulate 3: take a multiple"),

@@ -4,8 +4,8 @@ import math
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import indent
@@ -33,9 +33,10 @@ from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
+from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import LEAST, Cell, held_out
-from bighorn_workbench.values import check_name, names, numbers, seconds_in
+from bighorn_workbench.trials import LEAST, Cell, held_out, paired
+from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
 from bighorn_workbench.verdict import BASELINE, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 
@@ -122,8 +123,9 @@ class CompareConfig(Options):
 @config_options(CompareConfig)
 @click.option(
     "--study",
-    type=FILE,
-    help="Save every finished run here. The same command continues it; several processes and machines can share it.",
+    type=StudyPlace(),
+    help="Save every finished run in this file, or in the database at postgresql://... or mysql://..., which several "
+    "machines can share. The same command continues it.",
 )
 @click.option("--report", type=FILE, help="Write an HTML report.")
 @click.option("--json", "json_file", type=FILE, help="Write every run as JSON.")
@@ -132,7 +134,7 @@ class CompareConfig(Options):
 def compare(
     ctx: click.Context,
     /,
-    study: Path | None,
+    study: Place | None,
     report: Path | None,
     json_file: Path | None,
     log: str | None,
@@ -152,9 +154,9 @@ def compare(
             "compare starts its own processes, one for each GPU: start it once, without torchrun, which is for train."
         )
     if study is not None:
-        files.check_regular(study, "--study")
-        files.check_writable(study, "--study")
-    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": study})
+        check_place(study)
+    file = study if isinstance(study, Path) else None
+    files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data, "--study": file})
     about, started = provenance(command_line(ctx)), ctx.obj or time.time()
     console = terminal()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,43 +164,63 @@ def compare(
         processes = config.processes or places(config.device)
         search = prepare(config, load(config.task, config.data), place, processes, started)
         try:
-            _run(search, config, processes, console, log)
-        except BaseException as error:  # also Ctrl-C: finished runs are reported and kept
-            is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
-            if not done and not is_ctrl_c:
-                raise
-            with after(error):
-                study = _keep(search, study)
+            with kept(search, study, console.print):
                 try:
-                    _finish(search, config, about, report, json_file, console)
-                finally:
-                    console.print(
-                        f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
-                        f"command with --study {study} to continue."
-                    )
-            if is_ctrl_c:
-                ctx.exit(130)
-            raise
-        _finish(search, config, about, report, json_file, console)
+                    _run(search, config, processes, console, log)
+                except BaseException as error:  # also Ctrl-C: finished runs are reported
+                    search.end()
+                    if search.done or isinstance(error, KeyboardInterrupt):
+                        with after(error):
+                            _finish(search, config, about, report, json_file, console)
+                    raise
+                _finish(search, config, about, report, json_file, console)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+        finally:
+            search.database.close()
 
 
-def _keep(search: Search, study: Path | None) -> Path:
-    """Requeue the runs in flight, and return the file of the study, a new one if none was given."""
-    with suppress(InputError):  # the disk may be full, which then has ended the command
-        search.release()
-    if study is None:
-        study = files.unused(Path("bighorn-compare.study"))
-        files.write(study, lambda file: file.write(search.plan.path.read_bytes()))
-    return study
+@contextmanager
+def kept(search: Search, study: Place | None, say: Callable[[str], object]) -> Iterator[None]:
+    """Keep the finished runs if the block fails, in a new file if no study was given, and say where they are."""
+    try:
+        yield
+    except BaseException as error:
+        search.end()
+        is_ctrl_c, done = isinstance(error, KeyboardInterrupt), search.done
+        if done or is_ctrl_c:
+            with after(error):
+                place = study or _copy(search)
+                say(
+                    f"{'Interrupted' if is_ctrl_c else 'Stopped'} after {done} of {search.total} runs. Repeat the "
+                    f"command with --study {place} to continue."
+                )
+        raise
 
 
-def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, started: float | None = None) -> Search:
+def _copy(search: Search) -> Path:
+    """Copy the study of a command without ``--study`` to this folder, or to the temporary one if that fails."""
+    try:
+        return _copied(search, Path())
+    except InputError:
+        return _copied(search, Path(tempfile.gettempdir()))
+
+
+def _copied(search: Search, folder: Path) -> Path:
+    place = files.unused(folder / "bighorn-compare.study")
+    files.write(place, lambda file: file.write(search.database.content()))
+    return place
+
+
+def prepare(
+    config: CompareConfig, task: Task, study: Place, processes: int = 1, started: float | None = None
+) -> Search:
     """Return the search of a comparison, after everything that can be wrong has been tried.
 
     Args:
         config: The options.
         task: The task.
-        path: The file of the study.
+        study: The file or the server of the study.
         processes: The runs at a time. Default: 1
         started: The time from which a budget counts. Default: now
     """
@@ -223,7 +245,7 @@ def prepare(config: CompareConfig, task: Task, path: Path, processes: int = 1, s
         trials=config.trials or (TRIALS if budget is None else MOST_TRIALS),
         seeds=config.seeds,
         target=target,
-        path=path,
+        study=study,
         data=data,
         code=code,
         deadline=None if budget is None else started + budget,
@@ -254,9 +276,10 @@ def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     if base.epochs is not None and left > 0:
         shorter = f", --epochs {float(f'{base.epochs * left / needed:.2g}'):g}"
     raise InputError(
-        f"--budget {config.budget} has no time for {least} trials and {plan.seeds} final runs of each optimizer at "
-        f"each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min{shorter}, fewer "
-        "--optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less data."
+        f"--budget {config.budget} has no time for {counted(least, 'trial')} and {counted(plan.seeds, 'final run')} of "
+        f"each optimizer at each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min"
+        f"{shorter}, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less "
+        "data."
     )
 
 
@@ -265,19 +288,20 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     plan, metric = search.plan, search.task.metric
     base, starting = plan.entries[0].base, _starting(processes)
     known, total = search.done, search.total
-    many = f"{total} runs" if plan.deadline is None else f"as many runs as fit in {config.budget}"
+    many = counted(total, "run") if plan.deadline is None else f"as many runs as fit in {config.budget}"
     console.print(f"{config.task}: {defaults(search.task).description}; {base.length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
     if known:
-        console.print(f"{known} runs are already in {plan.path}.")
+        console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.study}.")
     needed = search.needed(search.trials)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")
     if plan.deadline is not None:
         counts = range(search.trials, plan.trials + 1)
         fit = bisect_right(counts, search.left - starting, key=search.needed)
-        console.print(f"About {counts[max(fit - 1, 0)]} trials of each fit beside {plan.seeds} final runs{busy()}.")
+        fitting, finals = counted(counts[max(fit - 1, 0)], "trial"), counted(plan.seeds, "final run")
+        console.print(f"About {fitting} of each fit beside {finals}{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
         shown = set(search.finished())
@@ -322,17 +346,19 @@ def _finish(
     json_file: Path | None,
     console: Console,
 ) -> None:
-    """Print the answers and the table, and write the report and the JSON."""
+    """Print the answers and the table, and write the report and the JSON, which has also seeds that some cells lack."""
     cells, plan = search.cells(), search.plan
+    common = paired(cells)
     head = columns(search.task.metric, plan.target)
-    rows = [row(cell, plan.target is not None) for cell in cells]
+    rows = [row(cell, plan.target is not None) for cell in common]
     answers = verdicts(cells, config.baseline) if cells else []
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.deadline is not None and cells:
         notes.append(
-            f"--budget {config.budget} had time for {search.trials} trials of each optimizer at each batch size."
+            f"--budget {config.budget} had time for {counted(search.trials, 'trial')} of each optimizer at each batch "
+            "size."
         )
-    paste = _paste(search, cells)
+    paste = _paste(search, common)
     if report is not None and not cells:
         notes.append(f"No report {report}: there are no final runs yet.")
     for line in answers:
@@ -360,7 +386,7 @@ def _finish(
     def page() -> str:
         from bighorn_workbench.reports.compare import compare_report
 
-        return compare_report(cells, data, head, rows, answers, notes, paste, about["command"], settings)
+        return compare_report(common, data, head, rows, answers, notes, paste, about["command"], settings)
 
     content = {
         **about,

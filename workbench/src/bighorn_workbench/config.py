@@ -16,7 +16,7 @@ from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import BACKENDS, OPTIMIZERS, OWN, STATE_DTYPES
 from bighorn_workbench.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.values import device_of, read_options, scale_policy, warmup_steps
+from bighorn_workbench.values import counted, device_of, read_options, scale_policy, warmup_steps
 
 BASE_BATCH = 256
 """The batch size of the default learning rates, to which ``--lr-scaling`` is relative."""
@@ -157,8 +157,7 @@ class RunConfig(Options):
     @property
     def length(self) -> str:
         """The length of a resolved run, as text."""
-        amount, unit = (f"{self.steps}", "step") if self.epochs is None else (f"{self.epochs:g}", "epoch")
-        return f"{amount} {unit}{'' if amount == '1' else 's'}"
+        return counted(self.steps or 0, "step") if self.epochs is None else counted(float(self.epochs), "epoch")
 
     def total_steps(self, epoch_size: tuple[int, int] | None) -> int:
         """Return the steps of a resolved run; a partial last step is omitted.

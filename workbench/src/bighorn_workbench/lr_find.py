@@ -140,7 +140,7 @@ def find(
         done: A function of each run. Default: none
 
     Raises:
-        InputError: Every run has diverged.
+        InputError: Every run of a length has diverged.
     """
     total, higher = Run(config, tuned).total, defaults(tuned).higher_is_better
     warmup = f"{100 * warmup_steps(config.warmup, total) / total:.6g}%"
@@ -148,15 +148,15 @@ def find(
     rungs: list[list[Trial]] = []
     for count, part in RUNGS:
         if rungs:
-            rates = sorted(run.config.lr or 0.0 for run in ordered(rungs[-1], higher)[:count])
+            rates = sorted(run.config.lr or 0.0 for run in ordered(rungs[-1], higher)[:count] if not run.diverged)
         rungs.append([])
         for lr in rates:
             steps = max(1, round(total / part))
             run = make(replace(config, lr=lr, steps=steps, epochs=None, warmup=warmup), tuned, "validation")
             rungs[-1].append(run)
             done(run)
-    if all(run.loss == float("inf") for run in rungs[-1]):
-        raise InputError(f"every run of full length diverged, also at lr {min(rates):g}. Take a lower --lr-min.")
+        if all(run.diverged for run in rungs[-1]):
+            raise InputError(f"every run of {steps} steps diverged, also at lr {min(rates):g}. Take a lower --lr-min.")
     return Found(rungs, tuned.metric, higher)
 
 

@@ -1,5 +1,6 @@
 """Metrics by name: how a value is written, and whether lower is better."""
 
+import math
 import re
 
 SHORT = {"accuracy": "acc", "perplexity": "ppl"}
@@ -12,6 +13,19 @@ LOWER = re.compile(
 )
 """Words in the names of metrics for which lower is usually better."""
 
+SHARE = re.compile("acc(urac(y|ies))?")
+"""Words in the names of metrics that are shares of the samples."""
+
+RECORDED = (
+    *("name", "config", "tuned", "on_edge", "steps", "steps_to_target", "seconds", "state_bytes", "curve", "final"),
+    *("tuning", "lr", "weight_decay", "warmup", "optimizer_option", "seed"),
+)
+"""The names of other figures in the records that ``--json`` writes for a metric."""
+
+
+def _words(metric: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", metric)]
+
 
 def seems_lower(metric: str) -> bool:
     """Whether lower is better, judged by the metric's name.
@@ -20,13 +34,27 @@ def seems_lower(metric: str) -> bool:
         >>> seems_lower("val_rmse"), seems_lower("TestLoss"), seems_lower("l2-error"), seems_lower("accuracy")
         (True, True, True, False)
     """
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", metric)
-    return any(LOWER.fullmatch(word.lower()) for word in words)
+    return any(map(LOWER.fullmatch, _words(metric)))
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is an accuracy, which is written as a percentage."""
-    return "acc" in metric
+    """Whether a metric is an accuracy, which is written as a percentage.
+
+    Example:
+        >>> is_share("top1_acc"), is_share("valAccuracy"), is_share("accumulated_reward")
+        (True, True, False)
+    """
+    return any(map(SHARE.fullmatch, _words(metric)))
+
+
+def json_name(metric: str) -> str:
+    """Return the name of a metric in the records of ``--json``, which have figures of their own.
+
+    Example:
+        >>> json_name("accuracy"), json_name("seconds")
+        ('accuracy', 'metric seconds')
+    """
+    return f"metric {metric}" if metric in RECORDED else metric
 
 
 def metric_text(metric: str, value: float | None, digits: int = 1) -> str:
@@ -38,4 +66,4 @@ def metric_text(metric: str, value: float | None, digits: int = 1) -> str:
     """
     if value is None:
         return "-"
-    return f"{value:.{digits}%}" if is_share(metric) else f"{value:.4g}"
+    return f"{value:.{digits}%}" if is_share(metric) and math.isfinite(value) else f"{value:.4g}"

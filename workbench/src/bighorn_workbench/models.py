@@ -1,12 +1,15 @@
 """The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 from bighorn_workbench.builtin_tasks import PLACES, model_of
@@ -14,6 +17,9 @@ from bighorn_workbench.builtin_tasks.user import imported, user_call
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.footprint import Weights
 from bighorn_workbench.shapes import SHAPES
+
+MOST_TENSORS = 500_000
+"""The parameters of a model of a configuration; the largest mixtures of experts have 70,000."""
 
 
 def of_shapes(name: str, dtype: torch.dtype) -> Weights:
@@ -62,11 +68,29 @@ def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
         named = [getattr(transformers, name, None) for name in config.architectures or ()]
         models = [kind for kind in named if isinstance(kind, type) and issubclass(kind, nn.Module)]
         make = models[0] if models else partial(transformers.AutoModel.from_config, trust_remote_code=False)
-        with torch.device("meta"):
+        with torch.device("meta"), _at_most(MOST_TENSORS):
             made = make(config)
     except Exception as error:  # a configuration may be wrong in any way
         raise InputError(f"{flag} {path}: {type(error).__name__}: {error}") from error
     return _checked(flag, path, made, dtype)
+
+
+@contextmanager
+def _at_most(count: int) -> Iterator[None]:
+    """Raise an error for a model of more parameters, whose making might not end."""
+    made = 0
+
+    def counted(*_: object) -> None:
+        nonlocal made
+        made += 1
+        if made > count:
+            raise ValueError(f"it has more than {count:,} parameters' tensors. Correct its number of layers")
+
+    handle = register_module_parameter_registration_hook(counted)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _checked(flag: str, place: str, made: object, dtype: torch.dtype) -> Weights:

@@ -85,12 +85,12 @@ SECTIONS = {
     "Length": "batch_size batch_sizes epochs steps trials budget seeds seconds target",
     "Precision and device": "precision loss_scale backend device threads processes gpu_memory accumulate "
     "tail_overlap shard_update offload clip",
-    "Files": "study save resume report json_file log plot_schedule",
+    "Files": "study save resume report json_file log",
 }
 """The headings of a command's help, and the options below each; others come last."""
 
-LISTS = ("--optimizers", "--batch-sizes", "--shapes")
-"""Options whose value may be a list with commas. Click uses the last of repeated values, and ignores the others."""
+LISTS = ("optimizers", "batch_sizes", "shapes")
+"""Options whose value may be a list with commas."""
 
 
 class Command(click.Command):
@@ -101,17 +101,23 @@ class Command(click.Command):
         self.names = names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse. Refuse two lists for one option; for an unknown option, suggest options with similar letters."""
-        flags = [word.partition("=")[0] for word in args]
-        for flag in LISTS:
-            if (times := flags.count(flag)) > 1:
-                raise click.UsageError(f"{flag} is given {times} times. Give it once: {flag} A or A,B.", ctx)
+        """Parse. Refuse an option that is given twice; for an unknown option, suggest options with similar letters."""
         try:
+            self._check_once(ctx, args)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
             near = difflib.get_close_matches(error.option_name.lstrip("-"), known, n=2)
             raise click.NoSuchOption(error.option_name, possibilities=[f"--{each}" for each in near], ctx=ctx) from None
+
+    def _check_once(self, ctx: click.Context, args: list[str]) -> None:
+        """Raise an error for two values of an option with one, of which click would ignore the first."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for param in order:
+            times = order.count(param)
+            if times > 1 and isinstance(param, click.Option) and not (param.multiple or param.is_flag):
+                flag, several = param.opts[0], " or A,B" if param.name in LISTS else ""
+                raise click.UsageError(f"{flag} is given {times} times. Give it once: {flag} A{several}.", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, by :data:`SECTIONS`."""

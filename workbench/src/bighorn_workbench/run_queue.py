@@ -1,50 +1,89 @@
-"""The runs of one phase of a comparison, which wait in Optuna's storage until a process takes them."""
+"""The runs of one phase of a comparison, which wait in the study until a process claims them."""
 
-import os
-import platform
+import hashlib
+import json
 import statistics
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import optuna
+from optuna.distributions import BaseDistribution, FloatDistribution
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from bighorn_workbench import storage
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.records import fits
 from bighorn_workbench.space import Space
-
-BEAT, GRACE = 10.0, 60.0
-"""Seconds between heartbeats of a run, and without one until its process counts as dead.
-
-Optuna has such heartbeats for databases alone. SQLite's locks do not hold on every file system that machines share.
-"""
-
-PROCESSES = Path("/proc")
-"""On Linux, a folder with one entry for each process of the machine."""
+from bighorn_workbench.storage import Database
 
 MOST_KEPT = 1000
 """Runs of a study that are used although fewer are requested; a file may hold any number."""
 
-DONE = (TrialState.COMPLETE,)
+RECORD = "record"
+"""The key of a run's record, with which the run is finished."""
 
 
 class Queue:
-    """The runs of one phase of a cell: a study of Optuna, whose trials wait until a process takes them."""
+    """The runs of one phase of a cell: a study of Optuna, one trial for each run.
 
-    def __init__(self, study: optuna.Study, points: list[dict[str, float]], space: Space) -> None:
-        self.study, self.points, self._space, self.count = study, points, space, 0
+    All answers are of the last :meth:`look`.
+
+    Args:
+        database: The storage.
+        name: The name of the study, which differs if results would.
+        higher: Whether a larger value is better.
+        points: The options of each run.
+        space: What is searched.
+    """
+
+    def __init__(
+        self, database: Database, name: str, higher: bool, points: list[dict[str, float]], space: Space
+    ) -> None:
+        self.database, self.name, self.points, self._space, self.count = database, name, points, space, 0
+        self.study = database.study(name, higher)
+        self.look()
+
+    def look(self) -> None:
+        """Read the trials, unless all runs are done."""
+        if self.count and self.is_done:
+            return
+        with self.database.asked(reads=True):
+            self._trials = self.study.get_trials(deepcopy=False)
 
     def fill(self) -> None:
-        """Queue every run that is neither queued nor running nor done."""
-        known = {_number(trial) for trial in self.study.trials if trial.state != TrialState.FAIL}
-        for index, point in enumerate(self.points[: self.count]):
-            if index not in known:
-                self.study.enqueue_trial(point, user_attrs={"run": index})
+        """Queue every run that is neither queued nor running nor finished."""
+        if self.database.ended:
+            return
+        self.look()
+        known = {self._number(trial) for trial in self._trials if not _is_lost(trial)}
+        missing = [index for index in range(self.count) if index not in known]
+        for index in missing:
+            about = {"run": index, "fingerprint": self._fingerprint(index)}
+            point = self.points[index]
+            spans: dict[str, BaseDistribution] = {name: self._span(name, value) for name, value in point.items()}
+            with self.database.asked():
+                self.study.add_trial(
+                    create_trial(state=TrialState.WAITING, params=point, distributions=spans, user_attrs=about)
+                )
+        if missing:
+            self.look()
+
+    def _span(self, name: str, value: float) -> FloatDistribution:
+        low, high = self._space.get(name, (value, value))
+        return FloatDistribution(min(low, value), max(high, value), log=low > 0)
+
+    def _fingerprint(self, index: int) -> str:
+        """Return a digest of all that decides a run's result."""
+        about = json.dumps([self.name, self.points[index]], sort_keys=True)
+        return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+    def _number(self, trial: FrozenTrial) -> int | None:
+        """Return the number of a trial's run; None for a trial of another program, and for another run's."""
+        index = trial.user_attrs.get("run")
+        if not isinstance(index, int) or not 0 <= index < len(self.points):
+            return None
+        return index if trial.user_attrs.get("fingerprint") == self._fingerprint(index) else None
 
     def extend(self, count: int) -> None:
         """Queue more runs, up to a number in all, one for each point at most."""
@@ -53,112 +92,116 @@ class Queue:
             self.fill()
 
     @property
-    def taken(self) -> int:
-        """The runs that a process has taken or finished."""
-        trials = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
-        return len({number for trial in trials if (number := _number(trial)) is not None and number < self.count})
+    def kept(self) -> int:
+        """The smallest number of first runs that includes all finished ones."""
+        known = [trial.user_attrs.get("run") for trial in self._trials if _is_finished(trial)]
+        return max((index + 1 for index in known if isinstance(index, int) and index < MOST_KEPT), default=0)
 
-    def take(self) -> tuple[int, optuna.Trial] | None:
-        """Return the number of a waiting run and its trial, which is now this process's; None if none waits."""
-        while self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            trial = self.study.ask()
-            index = _number(trial)
-            if index is not None and index < self.count and not self._is_taken(index, trial.number):
-                _beat(trial)
-                for name, (low, high) in self._space.items():
-                    trial.suggest_float(name, low, high, log=low > 0)
-                return index, trial
-            self.study.tell(trial, state=TrialState.FAIL)  # another process was faster
+    @property
+    def taken(self) -> int:
+        """The runs that a process has claimed or finished."""
+        claimed = {self._number(trial) for trial in self._trials if not _is_lost(trial) and not _waits(trial)}
+        return len(claimed & set(range(self.count)))
+
+    def take(self, owner: str) -> tuple[int, int] | None:
+        """Claim a run that waits, and return its number and its trial's id; None if none waits.
+
+        Of several trials of a run, which processes may have queued at the same time, the first one alone is made: who
+        sees a trial sees those with lower numbers.
+
+        Args:
+            owner: The name of the command, which :meth:`release` takes.
+        """
+        begun: set[int | None] = {None}
+        for trial in self._trials:
+            index = self._number(trial)
+            if index in begun or _is_lost(trial):
+                continue
+            begun.add(index)
+            if index is not None and index < self.count and _waits(trial) and self._claim(trial._trial_id, owner):
+                return index, trial._trial_id
         return None
 
-    def _is_taken(self, index: int, number: int) -> bool:
-        """Whether a run is done, or another trial than this one is making it."""
-        others = self.study.get_trials(deepcopy=False, states=(*DONE, TrialState.RUNNING))
-        return any(_number(trial) == index and trial.number != number for trial in others)
+    def _claim(self, identifier: int, owner: str) -> bool:
+        """Claim a trial; return whether no other process was faster."""
+        backend = self.database.storage
+        try:
+            with self.database.asked():
+                backend.record_heartbeat(identifier)  # Optuna never takes a trial without one for dead
+                if not backend.set_trial_state_values(identifier, TrialState.RUNNING):
+                    return False
+                backend.set_trial_user_attr(identifier, "owner", owner)
+        except UpdateFinishedTrialError:
+            return False
+        return True
 
-    def _done(self) -> dict[int, FrozenTrial]:
-        """Return the finished trials, by the number of the run; each counts once."""
-        done = self.study.get_trials(deepcopy=False, states=DONE)
-        found = {index: trial for trial in reversed(done) if (index := _number(trial)) is not None}
-        return {index: found[index] for index in sorted(found) if 0 <= index < self.count}
+    def finish(self, identifier: int, result: dict[str, Any], value: float, took: float | None) -> None:
+        """Record the result of a claimed run; nothing, if it counts as dead and another process makes it again."""
+        with suppress(UpdateFinishedTrialError), self.database.asked():
+            self.database.storage.set_trial_user_attr(identifier, RECORD, {"trial": result, "took": took})
+            self.database.storage.set_trial_state_values(identifier, TrialState.COMPLETE, [value])
+
+    def drop(self, identifier: int) -> None:
+        """Give up a claimed run."""
+        with suppress(UpdateFinishedTrialError), self.database.asked():
+            self.database.storage.set_trial_state_values(identifier, TrialState.FAIL)
+
+    @contextmanager
+    def beating(self, identifier: int) -> Iterator[None]:
+        """Record heartbeats of a claimed run."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(storage.BEAT):
+                with suppress(InputError), self.database.asked():  # a full disk may have space at the next one
+                    self.database.storage.record_heartbeat(identifier)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def release(self, owner: str | None = None) -> None:
+        """Queue the runs of dead processes again: those without heartbeats, and the ones of an owner."""
+        self.database.fail_stale(self.study)
+        self.look()
+        for trial in self._trials:
+            if owner is not None and trial.state == TrialState.RUNNING and trial.user_attrs.get("owner") == owner:
+                self.drop(trial._trial_id)
+        self.fill()
+
+    def _finished(self) -> dict[int, dict[str, Any]]:
+        """Return the records of finished runs by their number; each counts once."""
+        found = [(self._number(trial), trial.user_attrs.get(RECORD)) for trial in self._trials if _is_finished(trial)]
+        records = {index: record for index, record in reversed(found) if index is not None and index < self.count}
+        return {index: records[index] if isinstance(records[index], dict) else {} for index in sorted(records)}
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Return the known results, by the number of the run."""
-        return {index: trial.user_attrs.get("result", {}) for index, trial in self._done().items()}
+        return {index: record.get("trial", {}) for index, record in self._finished().items()}
 
     @property
     def is_done(self) -> bool:
         """Whether all runs are done."""
-        return len(self.results()) == self.count
+        return len(self._finished()) == self.count
 
     def seconds(self) -> float | None:
         """Return the mean time of a run, with what comes between two of them; None before any is known."""
-        known = [trial.user_attrs.get("took") for trial in self._done().values()]
-        found = [seconds for seconds in known if isinstance(seconds, float)]
+        found = [each["took"] for each in self._finished().values() if isinstance(each.get("took"), float)]
         return statistics.fmean(found) if found else None
 
-    def release(self) -> None:
-        """Requeue the runs of dead processes."""
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if is_dead(trial):
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-        self.fill()
+
+def _waits(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.WAITING
 
 
-def finished(study: optuna.Study) -> int:
-    """Return the smallest number of first runs of a study that includes all finished ones."""
-    done = study.get_trials(deepcopy=False, states=DONE)
-    known = [index for trial in done if (index := _number(trial)) is not None and index < MOST_KEPT]
-    return max(known, default=-1) + 1
+def _is_finished(trial: FrozenTrial) -> bool:
+    """Whether a run has a record: its process may have been killed, or taken for dead, right after that."""
+    return trial.state == TrialState.COMPLETE or RECORD in trial.user_attrs
 
 
-def _number(trial: FrozenTrial | optuna.Trial) -> int | None:
-    """Return the number of a trial's run; None for one that another program has added to the study."""
-    found = trial.user_attrs.get("run")
-    return found if isinstance(found, int) else None
-
-
-def _beat(trial: optuna.Trial) -> None:
-    """Record a heartbeat of a run, with its process."""
-    trial.set_user_attr("beat", [platform.node(), os.getpid(), time.time()])
-
-
-@contextmanager
-def beating(trial: optuna.Trial) -> Iterator[None]:
-    """Record a heartbeat every :data:`BEAT` seconds."""
-    over = threading.Event()
-
-    def beat() -> None:
-        with suppress(UpdateFinishedTrialError):
-            while not over.wait(BEAT):
-                with suppress(InputError):  # a disk that is full may have space at the next one
-                    _beat(trial)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def is_dead(trial: FrozenTrial) -> bool:
-    """Whether the process of a running trial has gone from this machine, or has had no heartbeat for too long."""
-    begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-    beat = trial.user_attrs.get("beat", ["", 0, begun])
-    if not (isinstance(beat, list) and len(beat) == 3 and fits(beat[1], int) and fits(beat[2], float)):
-        return True
-    machine, pid, last = beat
-    if machine == platform.node() and PROCESSES.exists() and not _runs(pid):
-        return True
-    return bool(time.time() - last > GRACE)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process of this machine exists and has not ended; a zombie has."""
-    try:
-        state = (PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+def _is_lost(trial: FrozenTrial) -> bool:
+    return trial.state == TrialState.FAIL and not _is_finished(trial)

@@ -1,30 +1,28 @@
 """The search of ``bighorn compare``, kept by Optuna: what is tried, by which process, and with which result.
 
 Each cell, an optimizer at a batch size, has a study of trials on validation data and one of final runs on test data.
-Their trials wait in the storage until a process takes them, so that any number of processes and commands share the
+Their trials wait in the study until a process claims them, so that any number of processes and commands share the
 work, and one that was killed loses only the runs in flight.
 """
 
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
-from bighorn_workbench import journal
+from bighorn_workbench import storage
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import Cost
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.run_queue import Queue, beating, finished
-from bighorn_workbench.space import SCAN, Entry
+from bighorn_workbench.run_queue import Queue
+from bighorn_workbench.space import SCAN, Entry, Space
+from bighorn_workbench.storage import Database, Place
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import EVALUATIONS, Cell, Trial, best_of, configured, held_out, make, trial_of
 
@@ -37,7 +35,7 @@ AHEAD = 2
 DECISION = "trials"
 """The key of the deadline of a command, its trials of each cell, and whether there may be more."""
 
-PAUSE = 0.1
+PAUSE = 0.3
 """Seconds between two looks for work while other processes have the rest of it."""
 
 
@@ -50,26 +48,28 @@ class Plan:
         trials: The tuning runs of each, at most.
         seeds: The final runs of each.
         target: The value of the metric to which steps are counted; None for none.
-        path: The journal.
+        study: The file or the server of the study.
         data: The digest of the training data.
         code: The digest of the file of a user's task.
         deadline: The time by which all runs are to end, so that no more tuning runs are added; None for no limit.
         processes: The runs at a time.
         costs: The cost of a run of each cell.
         evaluations: The evaluations of each final run.
+        owner: A name of the command, which its processes write beside their runs.
     """
 
     entries: tuple[Entry, ...]
     trials: int
     seeds: int
     target: float | None
-    path: Path
+    study: Place
     data: str
     code: str = ""
     deadline: float | None = None
     processes: int = 1
     costs: tuple[Cost, ...] = ()
     evaluations: int = EVALUATIONS
+    owner: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Search:
@@ -86,15 +86,12 @@ class Search:
     def __init__(self, plan: Plan, task: Task, leads: bool = True) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan, self.task, self.higher, self._leads = plan, task, defaults(task).higher_is_better, leads
-        self.storage = journal.opened(plan.path)
-        studies = [self._study(self._name(entry, "tuning")) for entry in plan.entries]
-        kept = max(map(finished, studies))
+        self.database = Database(plan.study)
+        self._tuning = [self._queue(self._name(entry, "tuning"), entry.scan(), entry.space) for entry in plan.entries]
+        kept = max(queue.kept for queue in self._tuning)
         self._most = max(plan.trials, kept)
         self.trials = self._most if plan.deadline is None else max(kept, min(SCAN, plan.trials))
         """The trials of each cell, as far as known; more may be added while the search is open."""
-        self._tuning = [
-            Queue(study, entry.scan(), entry.space) for study, entry in zip(studies, plan.entries, strict=True)
-        ]
         self._final: dict[str, Queue] = {}
         self.is_open = plan.deadline is not None
         """Whether trials may still be added."""
@@ -104,29 +101,33 @@ class Search:
     def _held_out(self) -> Task:
         return held_out(self.task)
 
-    def _study(self, name: str) -> optuna.Study:
-        direction = StudyDirection.MAXIMIZE if self.higher else StudyDirection.MINIMIZE
-        return optuna.create_study(storage=self.storage, study_name=name, direction=direction, load_if_exists=True)
+    def _queue(self, name: str, points: list[dict[str, float]], space: Space) -> Queue:
+        return Queue(self.database, name, self.higher, points, space)
 
     def extend(self) -> None:
         """Queue all known trials, and add one to each cell while the time before a deadline allows it."""
         if self.is_open and not self._leads:
             self.trials, self.is_open = self._decided()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
+            queue.look()
             queue.extend(self.trials)
             if (missing := entry.most(self._most) - len(queue.points)) > 0 and queue.is_done:
                 best = best_of(self._trials(entry, queue), self.higher)
                 queue.points += entry.around(best.config.lr or 1.0, missing)
                 queue.extend(self.trials)
-        while self.is_open and self._leads and self._waiting() < AHEAD * self.plan.processes:
+        while (
+            self.is_open and self._leads and not self.database.ended and self._waiting() < AHEAD * self.plan.processes
+        ):
             more = self.trials + 1
             self.is_open = more <= self.plan.trials and self.needed(more) <= self.left
             self.trials = more if self.is_open else self.trials
-            self._tuning[0].study.set_user_attr(DECISION, [self.plan.deadline, self.trials, self.is_open])
+            with self.database.asked():
+                self._tuning[0].study.set_user_attr(DECISION, [self.plan.deadline, self.trials, self.is_open])
 
     def _decided(self) -> tuple[int, bool]:
         """Return the trials of each cell, and whether there may be more, as the leading process has decided."""
-        found = self._tuning[0].study.user_attrs.get(DECISION)
+        with self.database.asked(reads=True):
+            found = self._tuning[0].study.user_attrs.get(DECISION)
         if not isinstance(found, list) or found[0] != self.plan.deadline:  # of another command
             return self.trials, True
         return found[1], found[2]
@@ -162,8 +163,8 @@ class Search:
 
     def _finals_left(self, number: int, trials: int) -> int:
         """Return the final runs that a cell lacks after so many trials, which may have another best one."""
-        known = len(self._final_of(number).results()) if self._is_done(number, trials) else 0
-        return self.plan.seeds - known
+        queue = self._final_of(number) if self._is_done(number, trials) else None
+        return self.plan.seeds if queue is None else len(queue.points) - len(queue.results())
 
     def _is_done(self, number: int, trials: int) -> bool:
         """Return whether a cell has so many trials, and all are done."""
@@ -194,7 +195,7 @@ class Search:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"--study {self.plan.path}: another version of bighorn has written a run of {queue.study.study_name} "
+                f"--study {self.plan.study}: another version of bighorn has written a run of {queue.name} "
                 f"({type(error).__name__}: {error}). Use that version, or give another name."
             ) from error
 
@@ -203,43 +204,53 @@ class Search:
         return configured(entry.base, point, int(point.get("seed", TUNING_SEED)))
 
     def final(self, number: int) -> Queue | None:
-        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells."""
+        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells.
+
+        There are none if all trials diverged.
+        """
         waited_for = range(len(self._tuning)) if self.plan.deadline is not None else [number]
         if self.is_open or not all(self._is_done(each, self.trials) for each in waited_for):
             return None
         return self._final_of(number)
 
-    def _final_of(self, number: int) -> Queue:
+    def _final_of(self, number: int) -> Queue | None:
         entry, queue = self.plan.entries[number], self._tuning[number]
         tuned = self.tuning(number)
-        best = queue.points[tuned.index(best_of(tuned, self.higher))]
+        chosen = best_of(tuned, self.higher)
+        best = queue.points[tuned.index(chosen)]
         name = self._name(entry, "final", best, self.plan.target)
-        if name not in self._final:
-            points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(self.plan.seeds)]
+        if name not in self._final and not self.database.ended:
+            seeds = 0 if chosen.diverged else self.plan.seeds
+            points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(seeds)]
             space = {**entry.space, "seed": (1.0, 1e9)}
-            self._final[name] = Queue(self._study(name), points, space)
+            self._final[name] = self._queue(name, points, space)
             self._final[name].extend(len(points))
-        return self._final[name]
+        return self._final.get(name)
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
-        """Yield the queues with work: tuning first, then final runs."""
+        """Yield the queues with work: tuning first, then final runs, so that each cell gets the same seeds."""
         self.extend()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             yield entry, queue, False
-        for number, entry in enumerate(self.plan.entries):
-            if (final := self.final(number)) is not None:
-                yield entry, final, True
+        finals = [(entry, self.final(number)) for number, entry in enumerate(self.plan.entries)]
+        known = [(entry, queue) for entry, queue in finals if queue is not None]
+        for _, queue in known:
+            queue.look()
+        for entry, queue in sorted(known, key=lambda each: each[1].taken):
+            yield entry, queue, True
 
     @property
     def total(self) -> int:
         """The number of all runs; with a deadline, as far as known."""
         self.extend()
-        return sum(self._counts()) + len(self.plan.entries) * self.plan.seeds
+        numbers = range(len(self._tuning))
+        finals = [self._final_of(number) if self._is_done(number, self.trials) else None for number in numbers]
+        return sum(self._counts()) + sum(self.plan.seeds if each is None else len(each.points) for each in finals)
 
     def finished(self) -> dict[tuple[str, int], tuple[str, Trial]]:
         """Return the name of the optimizer and the result of all finished runs, by study and number of the run."""
         return {
-            (queue.study.study_name, number): (entry.name, trial)
+            (queue.name, number): (entry.name, trial)
             for entry, queue, _ in self.queues()
             for number, trial in self._numbered(entry, queue).items()
         }
@@ -249,42 +260,47 @@ class Search:
         """The number of finished runs."""
         return sum(len(queue.results()) for _, queue, _ in self.queues())
 
-    def release(self) -> None:
-        """Requeue the runs of dead processes."""
+    def release(self, own: bool = False) -> None:
+        """Queue the runs of dead processes again; with ``own``, of all processes of this command, which are dead."""
         for _, queue, _ in self.queues():
-            queue.release()
+            queue.release(self.plan.owner if own else None)
 
-    def _take(self) -> tuple[Entry, Queue, bool, int, optuna.Trial] | None:
+    def _take(self) -> tuple[Entry, Queue, bool, int, int] | None:
         for entry, queue, final in self.queues():
-            if (taken := queue.take()) is not None:
+            if (taken := queue.take(self.plan.owner)) is not None:
                 return entry, queue, final, *taken
         return None
+
+    def end(self) -> None:
+        """Give up this command's runs in flight, and write nothing from now on: an error has ended the command."""
+        with suppress(InputError):  # the disk may be full
+            self.release(own=True)
+        self.database.ended = True
 
     def work(self, stepped: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None) -> None:
         """Make runs until there are none; ``stepped`` is called after each step, and ``done`` after each run."""
         since = None  # the time of the first run, which loads and allocates, is not reported
-        while self.done < self.total:
-            if (taken := self._take()) is None:  # other processes have the rest
+        released = time.monotonic()
+        while (taken := self._take()) is not None or self.done < self.total:
+            if taken is None:  # other processes have the rest
                 time.sleep(PAUSE)
-                self.release()
+                if time.monotonic() - released > storage.BEAT:
+                    self.release()
+                    released = time.monotonic()
                 since = since and time.monotonic()
                 continue
-            entry, queue, final, index, trial = taken
+            entry, queue, final, index, claimed = taken
             config = self._config(entry, queue.points[index])
             task, split = (self.task, "test") if final else (self._held_out, "validation")
             try:
-                with beating(trial):
+                with queue.beating(claimed):
                     looks = self.plan.evaluations if final else None
                     made = make(config, task, split, self.plan.target if final else None, stepped, looks)
             except BaseException:  # also Ctrl-C: the run is requeued
                 with suppress(InputError):  # of a full disk: the error that has ended the run matters more
-                    queue.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+                    queue.drop(claimed)
                 raise
-            with suppress(UpdateFinishedTrialError):  # a process that took this one for dead makes the run again
-                trial.set_user_attr("result", made.result())
-                if since is not None:
-                    trial.set_user_attr("took", time.monotonic() - since)
-                queue.study.tell(trial, made.value, skip_if_finished=True)
+            queue.finish(claimed, made.result(), made.value, since and time.monotonic() - since)
             since = time.monotonic()
             done()
 

@@ -4,9 +4,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import optuna
-from optuna.distributions import BaseDistribution, FloatDistribution
-
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
@@ -48,13 +45,16 @@ class Entry:
         return min(count, 1) if all(low == high for low, high in self.space.values()) else count
 
     def scan(self) -> list[dict[str, float]]:
-        """Return the first points: the defaults, and rates evenly over their range with the other defaults."""
+        """Return the first points: the defaults, and other rates evenly over their range with the other defaults."""
         low, high = self.space.get("lr", (1.0, 1.0))
         rates = scanned(low, high, SCAN - 1) if low < high else []
-        return [self.start, *(self.start | {"lr": lr} for lr in rates)]
+        return [self.start, *(self.start | {"lr": lr} for lr in rates if lr != self.start["lr"])]
 
     def around(self, best: float, count: int) -> list[dict[str, float]]:
         """Return further points: a quasi-random sequence of Sobol over all options, with rates near the best one."""
+        import optuna  # other commands, which have spaces too, do without
+        from optuna.distributions import BaseDistribution, FloatDistribution
+
         space = dict(self.space)
         if "lr" in space:
             space["lr"] = max(space["lr"][0], best / AROUND), min(space["lr"][1], best * AROUND)
@@ -71,7 +71,8 @@ class Entry:
         while len(points) < count and free:
             trial = study.ask(free)
             study.tell(trial, 0)
-            points.append(inside | {name: float(f"{value:.3g}") for name, value in trial.params.items()})
+            rounded = {name: float(f"{value:.3g}") for name, value in trial.params.items()}
+            points.append(inside | {name: min(max(rounded[name], space[name][0]), space[name][1]) for name in rounded})
         return points
 
 

@@ -4,19 +4,22 @@ They need the extra ``bighorn-workbench[study]``.
 """
 
 import tempfile
+import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.builtin_tasks.user import UserTask
-from bighorn_workbench.compare import CompareConfig, prepare
+from bighorn_workbench.compare import CompareConfig, kept, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.lr_find import Found, SearchConfig, find
+from bighorn_workbench.storage import Place, StudyPlace
 from bighorn_workbench.tasks import Task
 from bighorn_workbench.trials import Cell, held_out
-from bighorn_workbench.verdict import verdicts
+from bighorn_workbench.verdict import unfinished, verdicts
 
 __all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
 
@@ -27,7 +30,7 @@ class Comparison:
 
     Attributes:
         cells: Each optimizer at each batch size: its chosen options, final runs and trials.
-        answers: Which is best and what a larger batch costs, in sentences.
+        answers: Which is best and what a larger batch costs, in sentences; without cells, why there are none.
     """
 
     cells: list[Cell]
@@ -38,7 +41,7 @@ def compare(
     task: Task,
     optimizers: str | Sequence[str] = ("lamb", "adamw"),
     batch_sizes: Sequence[int] | None = None,
-    study: str | Path | None = None,
+    study: Place | str | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare optimizers on a task, as ``bighorn compare`` does, in this process.
@@ -48,7 +51,8 @@ def compare(
         optimizers: Names of optimizers or variants, one or several, as ``--optimizers`` has them. Default: ("lamb",
             "adamw")
         batch_sizes: Batch sizes. Default: the task's
-        study: A file for every finished run, which another call or the command continues. Default: none
+        study: A file for every finished run, or the address of a database, as ``--study`` has them, which another call
+            or the command continues. Default: none
         options: Other options of the command by name, such as ``trials=12``, ``seeds=3`` or ``epochs=2``.
 
     Raises:
@@ -71,11 +75,13 @@ def compare(
         **options,
     )
     with tempfile.TemporaryDirectory() as folder:
-        search = prepare(config, UserTask(task, config.task), Path(study or Path(folder) / "study"))
-        search.release()
-        search.work()
-        cells = search.cells()
-    return Comparison(cells, verdicts(cells, config.baseline) if cells else [])
+        place = None if study is None else StudyPlace().convert(study, None, None)
+        search = prepare(config, UserTask(task, config.task), place or Path(folder) / "study")
+        with closing(search.database), kept(search, place, lambda text: warnings.warn(text, stacklevel=2)):
+            search.release()
+            search.work()
+            cells = search.cells()
+            return Comparison(cells, verdicts(cells, config.baseline) if cells else unfinished(search))
 
 
 def lr_find(

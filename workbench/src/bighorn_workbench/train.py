@@ -18,7 +18,7 @@ from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.builtin_tasks.trial import check_task
 from bighorn_workbench.builtin_tasks.user import UserError, UserTask
 from bighorn_workbench.config import ParallelConfig, RunConfig
-from bighorn_workbench.display import Display, introduce, terminal
+from bighorn_workbench.display import Display, terminal
 from bighorn_workbench.environment import device_name, environment
 from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import log_option, logged
@@ -29,9 +29,6 @@ from bighorn_workbench.ranks import Interrupt, Ranks
 from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import held_out
-
-PICTURES = (".png", ".svg")
-RESULTS = ("--save", "--report", "--json")
 
 Outputs = Mapping[str, Path | None]
 """The files to write, by option; None for an option that was not given."""
@@ -48,7 +45,6 @@ Outputs = Mapping[str, Path | None]
 )
 @click.option("--report", type=FILE, help="Write an HTML report with curves and heat maps of layers by step.")
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
-@click.option("--plot-schedule", type=FILE, help="Draw the learning rate as a .png or .svg, and do not train.")
 @log_option
 @click.pass_context
 def train(
@@ -58,7 +54,6 @@ def train(
     resume: Path | None,
     report: Path | None,
     json_file: Path | None,
-    plot_schedule: Path | None,
     log: str | None,
     **_: Any,
 ) -> None:
@@ -71,9 +66,7 @@ def train(
 
     torchrun --nproc-per-node 2 --no-python bighorn train
     """
-    if plot_schedule is None and save is None and resume is not None:
-        save = resume
-    outputs = {"--save": save, "--report": report, "--json": json_file, "--plot-schedule": plot_schedule}
+    outputs = {"--save": save or resume, "--report": report, "--json": json_file}
     with Ranks.join() as ranks:
         # Separate functions hold the model: see ranks.end_process_group.
         done = _run(ctx, outputs, resume, ranks, log)
@@ -82,19 +75,13 @@ def train(
 
 
 def _run(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ranks, log: str | None) -> bool:
-    """Train, or draw the schedule; return False if Ctrl-C has ended the run early."""
+    """Train; return False if Ctrl-C has ended the run early."""
     run, task, warnings = _set_up(ctx, outputs, resume, ranks)
     history = run.history
     command = command_line(ctx)
     history.commands.append(shlex.join(ranks.launcher) + " " * (ranks.size > 1) + command)
     console = terminal(quiet=not ranks.first)
-    plot, save = outputs["--plot-schedule"], outputs["--save"]
-    if plot is not None:
-        introduce(run, console, warnings)
-        if ranks.first:
-            _plot(run, plot)
-        console.print(f"Schedule: {plot}; nothing was trained.")
-        return True
+    save = outputs["--save"]
     try:
         with Interrupt(echoes=ranks.size > 1) as interrupt:
             ranks.meet()  # a Ctrl-C at the display's first line must be safe in every process
@@ -177,8 +164,6 @@ def _prepare(
             f"--device {config.device} with {ranks.size} processes is not supported: no machine with several GPUs "
             "has run this. Start one process, without torchrun, or use --device cpu."
         )
-    if outputs["--plot-schedule"] is not None:
-        _check_plot(outputs["--plot-schedule"], outputs)
     if ranks.rank == 0:
         save = outputs["--save"]
         if save is not None:
@@ -240,25 +225,6 @@ def _write(run: Run, outputs: Outputs, console: Console) -> None:
 
     if run.ranks.first:
         files.finish(console.print, outputs["--report"], page, outputs["--json"], lambda: as_json(run))
-
-
-def _check_plot(path: Path, outputs: Outputs) -> None:
-    if path.suffix not in PICTURES:
-        raise InputError(f"--plot-schedule {path} must end in {' or '.join(PICTURES)}.")
-    for option in RESULTS:
-        if outputs[option] is not None:
-            raise InputError(f"--plot-schedule does not train, so {option} would stay empty: leave one of them out.")
-
-
-def _plot(run: Run, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.2, 2.6), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
-    steps = range(1, run.total + 1)
-    axes.plot(steps, run.schedule.as_list(run.total), "o-" if run.total == 1 else "-", color="#2f5fd0", clip_on=False)
-    axes.set_ylim(bottom=0)
-    files.write(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=150))
 
 
 def results(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.config import RunConfig
-from bighorn_workbench.metrics import is_share
+from bighorn_workbench.metrics import json_name
 from bighorn_workbench.optimizers import OPTIMIZERS, state_bytes
 from bighorn_workbench.records import fits
 from bighorn_workbench.run import DivergedError, Run
@@ -31,8 +31,8 @@ class Trial:
 
     Attributes:
         config: The run's options.
-        value: The final value of the task's metric on the test data, or on the validation data; :func:`worst` if it
-            diverged.
+        value: The final value of the task's metric on the test data, or on the validation data; the worst infinity if
+            it diverged.
         loss: Final loss there, infinite if it diverged, and NaN for a task whose evaluation has none.
         steps: Steps of the whole run.
         steps_to_target: Steps after which the target was first seen, None if never.
@@ -50,12 +50,17 @@ class Trial:
     state_bytes: int
     curve: tuple[tuple[int, float], ...]
 
+    @property
+    def diverged(self) -> bool:
+        """Whether the run has no result."""
+        return self.loss == math.inf or not math.isfinite(self.value)
+
     def as_json(self, metric: str) -> dict[str, Any]:
         """Return the options that differ between the runs of a cell, and the results."""
         names = ("lr", "weight_decay", "warmup", "optimizer_option", "seed")
         return {
             **{name: getattr(self.config, name) for name in names},
-            metric: self.value,
+            json_name(metric): self.value,
             "loss": self.loss,
             "steps_to_target": self.steps_to_target,
             "seconds": round(self.seconds, 3),
@@ -120,11 +125,12 @@ class Cell:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        """The mean of the metric after each evaluated step, over the seeds that reached it."""
+        """The mean of the metric after each evaluated step, over the seeds with a finite value there."""
         reached: dict[int, list[float]] = {}
         for trial in self.trials:
             for step, value in trial.curve:
-                reached.setdefault(step, []).append(value)
+                if math.isfinite(value):
+                    reached.setdefault(step, []).append(value)
         return [(step, statistics.fmean(reached[step])) for step in sorted(reached)]
 
     @property
@@ -152,33 +158,50 @@ class Cell:
     def as_json(self) -> dict[str, Any]:
         """Return the cell's options, its results and every run."""
         low, mean, high = self.value
-        config = asdict(self.trials[0].config)
+        config, metric = asdict(self.trials[0].config), json_name(self.metric)
         return {
             "name": self.optimizer,
             "config": {name: value for name, value in config.items() if name not in {"data", "seed"}},
-            "tuned": [{"lr": lr, self.metric: value} for lr, value in self.tuned],
+            "tuned": [{"lr": lr, metric: value} for lr, value in self.tuned],
             "on_edge": self.on_edge,
-            self.metric: {"lowest": low, "mean": mean, "highest": high},
+            metric: {"lowest": low, "mean": mean, "highest": high},
             "loss": dict(zip(("lowest", "mean", "highest"), self.loss, strict=True)),
             "steps": self.trials[0].steps,
             "steps_to_target": self.steps_to_target,
             "seconds": self.seconds,
             "state_bytes": self.trials[0].state_bytes,
-            "curve": {"steps": [step for step, _ in self.curve], self.metric: [value for _, value in self.curve]},
+            "curve": {"steps": [step for step, _ in self.curve], metric: [value for _, value in self.curve]},
             "final": [trial.as_json(self.metric) for trial in self.trials],
             "tuning": [trial.as_json(self.metric) for trial in self.tuning],
         }
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return min(values), statistics.fmean(values), max(values)
+    return min(values), mean_of(values), max(values)
 
 
-def worst(task: Task) -> float:
-    """Return the value of the metric of a run that diverged: 0 for an accuracy, and infinite otherwise."""
-    if defaults(task).higher_is_better:
-        return 0.0 if is_share(task.metric) else -math.inf
-    return math.inf
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean; NaN for both infinities, the difference of runs that diverged.
+
+    Example:
+        >>> mean_of([1.0, 2.0]), mean_of([float("inf"), float("-inf")])
+        (1.5, nan)
+    """
+    return statistics.fmean(values) if all(map(math.isfinite, values)) else sum(values)
+
+
+def paired(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells with the seeds alone that all cells of their batch size have; all seeds if there is none."""
+    found = []
+    for cell in cells:
+        common = set.intersection(*(_seeds(each) for each in cells if each.batch_size == cell.batch_size))
+        trials = tuple(trial for trial in cell.trials if trial.config.seed in common)
+        found.append(replace(cell, trials=trials or cell.trials))
+    return found
+
+
+def _seeds(cell: Cell) -> set[int]:
+    return {trial.config.seed for trial in cell.trials}
 
 
 def held_out(task: Task) -> Task:
@@ -216,9 +239,9 @@ def make(
         found = run.history.evaluations[-1][1]
         value, loss = found[task.metric], found.get("loss", math.nan)
     except DivergedError:
-        value, loss, steps_to_target = worst(task), math.inf, None
-    if math.isnan(value):
-        value = worst(task)
+        value = math.nan
+    if not math.isfinite(value):
+        value, loss, steps_to_target = -sign * math.inf, math.inf, None
     curve = tuple((step, found[task.metric]) for step, found in run.history.evaluations)
     return Trial(
         config, value, loss, run.total, steps_to_target, run.history.seconds, state_bytes(run.optimizer), curve
@@ -226,9 +249,13 @@ def make(
 
 
 def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
-    """Return trials, the best value first; equal ones by loss, then in their order."""
+    """Return trials, the best value first; equal ones by loss, then in their order. Diverged ones are last."""
     sign = -1 if higher else 1
-    return sorted(trials, key=lambda trial: (sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss))
+
+    def place(trial: Trial) -> tuple[bool, float, float]:
+        return trial.diverged, sign * trial.value, math.inf if math.isnan(trial.loss) else trial.loss
+
+    return sorted(trials, key=place)
 
 
 def best_of(trials: Sequence[Trial], higher: bool) -> Trial:

@@ -39,6 +39,17 @@ def comma_hint(text: str, whole: bool = False) -> str:
     return f" Write {text.replace(',', '.')}, with a point." if decimal else ""
 
 
+def counted(count: float, noun: str) -> str:
+    """Return a number of things in words.
+
+    Example:
+        >>> counted(1, "epoch"), counted(0.5, "epoch"), counted(3, "seed")
+        ('1 epoch', '0.5 epochs', '3 seeds')
+    """
+    number = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
 def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> float:
     """Return the number that a text like ``1.5 h`` names in one of some units."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)

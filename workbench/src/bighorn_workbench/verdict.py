@@ -12,7 +12,8 @@ from scipy import stats
 from bighorn_workbench.display import duration
 from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.search import Search
-from bighorn_workbench.trials import LEAST, Cell, best_of
+from bighorn_workbench.trials import LEAST, Cell, best_of, mean_of, paired
+from bighorn_workbench.values import counted
 
 LEVEL = 0.95
 """The confidence level of the intervals of a question together: who is best, and what a larger batch costs."""
@@ -47,7 +48,7 @@ def interval(differences: Sequence[float], comparisons: int = 1, resolution: flo
         >>> f"{mean:.1f} ± {half:.3f}"
         '2.0 ± 2.484'
     """
-    mean = statistics.fmean(differences)
+    mean = mean_of(differences)
     if len(differences) < 2 or not math.isfinite(mean):
         return mean, math.inf
     return mean, _half_width(max(statistics.stdev(differences), resolution), len(differences), comparisons)
@@ -75,12 +76,14 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
     """Return sentences, the answer first.
 
     They answer at each batch size whether an optimizer is better than the baseline, which one is the best of all, and
-    what a larger batch costs each. Any may be best, so all the others count as compared with it.
+    what a larger batch costs each. Any may be best, so all the others count as compared with it. Only seeds count that
+    all optimizers of a batch size have.
 
     Args:
         cells: The cells.
         baseline: The optimizer that the others are compared with. Default: "adamw", or the first one without it
     """
+    given, cells = cells, paired(cells)
     names = list(dict.fromkeys(cell.optimizer for cell in cells))
     baseline = baseline or (BASELINE if BASELINE in names else names[0])
     by_batch: dict[int, list[Cell]] = {}
@@ -101,10 +104,15 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
         *best,
         *(line for mine in several for line in _cost(mine[0], mine[-1], len(several))),
     ]
-    seeds = min(len(cell.trials) for cell in cells)
+    for size in dict.fromkeys(cell.batch_size for cell, whole in zip(cells, given, strict=True) if cell != whole):
+        count = len(by_batch[size][0].trials)
+        lines.append(
+            f"At batch {size:,} means and verdicts are over the {counted(count, 'seed')} that all optimizers have."
+        )
+    seeds = counted(min(len(cell.trials) for cell in cells), "seed")
     if any("+-" in line for line in lines):
         corrected = ", corrected for the number of comparisons" if max(comparisons, len(several)) > 1 else ""
-        lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds} seeds{corrected}.")
+        lines.append(f"+- are {LEVEL:.0%} intervals by Student's t, paired over {seeds}{corrected}.")
     return lines
 
 
@@ -157,7 +165,7 @@ class Pair:
         enough = enough_seeds(points, self.comparisons, _resolution(self.one, self.other))
         more = "" if enough is None else f", which needs about {enough} seeds to show"
         return (
-            f"{where} {one} cannot be distinguished from {other} with {len(points)} seeds: a difference of "
+            f"{where} {one} cannot be distinguished from {other} with {counted(len(points), 'seed')}: a difference of "
             f"{amount}{more}."
         )
 
@@ -166,6 +174,8 @@ def _why_not(one: Cell, other: Cell) -> str:
     diverged = [cell.optimizer for cell in (one, other) if not all(math.isfinite(run.value) for run in cell.trials)]
     if diverged:
         return f"runs of {_listed(diverged)} diverged"
+    if not _points(one, other):
+        return "no seed has finished for both"
     return f"one seed has no interval; give --seeds {MORE_SEEDS}"
 
 
@@ -233,6 +243,8 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
         return []
     mean, half = difference
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
+    if not math.isfinite(mean):
+        return [f"{small.optimizer} cannot be compared {span}: its runs diverged."]
     word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
     if half == math.inf:
         return [f"{small.optimizer} {word} {_amount(small, size)} {span}."]
@@ -248,10 +260,10 @@ def _difference(one: Cell, other: Cell, comparisons: int) -> tuple[float, float]
 
 def _resolution(one: Cell, other: Cell) -> float:
     """The step of which all differences of values are multiples, in the units of :func:`_points`; 0 without one."""
-    values = sorted({trial.value for cell in (one, other) for trial in cell.trials})
+    values = sorted({trial.value for cell in (one, other) for trial in cell.trials if math.isfinite(trial.value)})
     gaps = [high - low for low, high in pairwise(values)]
     step = min(gaps, default=0.0)
-    counted = all(math.isclose(gap / step, round(gap / step), rel_tol=1e-4) for gap in gaps if math.isfinite(gap))
+    counted = all(math.isclose(gap / step, round(gap / step), rel_tol=1e-4) for gap in gaps)
     return _unit(one) * step if counted else 0.0
 
 
@@ -298,7 +310,7 @@ def warnings(cells: Sequence[Cell]) -> list[str]:
     """Warnings for cells of which runs diverged."""
     found = []
     for cell in cells:
-        diverged = sum(trial.loss == math.inf or not math.isfinite(trial.value) for trial in cell.trials)
+        diverged = sum(trial.diverged for trial in cell.trials)
         if diverged:
             found.append(
                 f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
@@ -313,7 +325,12 @@ def unfinished(search: Search) -> list[str]:
     for index, entry in enumerate(search.plan.entries):
         queue, tuning = search.final(index), search.tuning(index)
         where = f"{entry.name} at batch {entry.base.batch_size}"
-        if queue is not None and len(queue.results()) < search.plan.seeds:
+        if queue is not None and not queue.points:
+            lines.append(
+                f"{where}: all {counted(len(tuning), 'trial')} diverged, so that no options were chosen: give a lower "
+                f"--space {entry.name}.lr."
+            )
+        elif queue is not None and len(queue.results()) < search.plan.seeds:
             lines.append(f"{where}: {len(queue.results())} of {search.plan.seeds} final runs.")
         elif queue is None and tuning:
             best, metric = best_of(tuning, search.higher), search.task.metric

@@ -52,10 +52,10 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
             except BrokenProcessPool:
                 pass
             except BaseException:  # also Ctrl-C: the running processes are not waited for
-                for process in multiprocessing.active_children():
+                for process in (pool._processes or {}).values():  # Python 3.14 has kill_workers()
                     process.kill()
                 raise
-        search.release()
+        search.release(own=True)
         look()
 
 

@@ -1,5 +1,9 @@
 """Handwritten digits, 8 x 8 pixels, from scikit-learn. The task trains in seconds and needs no download."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,18 +23,24 @@ class Digits(Classification):
     def __init__(self, data: str | None = None) -> None:
         if data is not None:
             raise InputError(f"--data {data}: the task digits has its data built in. Leave --data out.")
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        order = torch.randperm(len(digits.data), generator=torch.Generator().manual_seed(0))
-        inputs = torch.from_numpy(digits.data).to(torch.uint8)[order]
-        targets = torch.from_numpy(digits.target).to(torch.uint8)[order]
+        table = _table()
+        order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))
+        inputs, targets = table[order, :-1], table[order, -1]
         cut = len(order) // 5
         super().__init__((inputs[cut:], targets[cut:]), (inputs[:cut], targets[:cut]), "scikit-learn's digits")
 
     def model(self) -> nn.Module:
         """Build a multilayer perceptron with dropout."""
         return Perceptron(classes=10)
+
+
+def _table() -> Tensor:
+    """Return the pixels and the digit of each image: scikit-learn's file, whose package takes seconds to import."""
+    package = find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return torch.from_numpy(np.loadtxt(path, np.float32, delimiter=",")).to(torch.uint8)
 
 
 class Perceptron(nn.Module):

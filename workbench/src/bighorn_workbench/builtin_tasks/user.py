@@ -196,8 +196,15 @@ class UserTask:
 
     def evaluate(self, model: nn.Module, split: str) -> Mapping[str, float]:
         """Call the user's method, and check what it returns."""
+        before = _state_of(model)
         found: Any = self._call("evaluate", model, split)
         asked = f"{self.place}: evaluate(model, {split!r})"
+        changed = [name for name, state in _state_of(model).items() if before.get(name) != state]
+        if changed:
+            raise InputError(
+                f"{asked} changes {changed[0]}, so that the next step would train other weights. Evaluate a copy of "
+                "the model, or put its weights back, in the same parameters."
+            )
         if not isinstance(found, Mapping) or self.metric not in found:
             raise InputError(
                 f"{asked} returned {shown(found)}, but must return a dict with the metric that decides, "
@@ -210,6 +217,19 @@ class UserTask:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return user_call(f"{self.place}: {name}", getattr(self._task, name), *arguments)
+
+
+def _state_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return for each parameter which object it is, and the sum of its bits."""
+    return {name: (id(parameter), _bits(parameter)) for name, parameter in model.named_parameters()}
+
+
+def _bits(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return 0
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(dense.itemsize, torch.int64)
+    return int(dense.contiguous().reshape(-1).view(kind).sum(dtype=torch.int64))
 
 
 class UserBatches:

@@ -7,7 +7,6 @@ import jinja2
 from markupsafe import Markup
 
 from bighorn_workbench.environment import environment
-from bighorn_workbench.reports.style import NARROW, WIDTH
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Section:
     Attributes:
         heading: The heading.
         text: A sentence or two below the heading.
-        figure: A function of :mod:`bighorn_workbench.reports.plots` with all but its width.
+        figure: A function of :mod:`bighorn_workbench.reports.plots` with its arguments.
         head: The table's column names; the first column is text, the others are numbers.
         rows: The table's cells.
         code: Lines of a program.
@@ -32,8 +31,8 @@ class Section:
 
     @property
     def drawn(self) -> Markup:
-        """The figure for wide screens and for narrow ones, of which the page shows one."""
-        return Markup("".join(self.figure(width=width) for width in (WIDTH, NARROW)) if self.figure else "")
+        """The figure, which the page scales to the width of a screen."""
+        return Markup(self.figure() if self.figure else "")
 
 
 def render(

@@ -6,6 +6,7 @@ from functools import partial
 from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.reports import Section, plots, render
 from bighorn_workbench.trials import Cell
+from bighorn_workbench.values import counted
 
 
 def compare_report(
@@ -53,7 +54,7 @@ def compare_report(
         *([Section("Verdicts", "\n".join(more))] if more else []),
         Section(
             f"{metric.capitalize()} by {lines}",
-            f"Mean, lowest and highest of {seeds} {'seed' if seeds == 1 else 'seeds'}.",
+            f"Mean, lowest and highest of {counted(seeds, 'seed')}.",
             by_batch,
         ),
         Section("Results", "\n".join([*notes, about_results]), head=head, rows=rows),

@@ -35,10 +35,9 @@ def curves(
     label: str,
     *,
     log: bool = False,
-    width: float = WIDTH,
 ) -> str:
     """Draw the training curve, faint per batch and smoothed, or none; with points of validation data in front."""
-    figure = Figure(figsize=(width, 3.2))
+    figure = Figure(figsize=(WIDTH, 3.2))
     axes = figure.add_subplot()
     end, steps = steps[-1], steps[: len(batches)]
     if len(steps) > 60:
@@ -64,9 +63,9 @@ def curves(
 
 
 @drawn
-def line(steps: Sequence[int], values: Sequence[float], label: str, width: float = WIDTH) -> str:
+def line(steps: Sequence[int], values: Sequence[float], label: str) -> str:
     """Draw one quantity over the steps."""
-    figure = Figure(figsize=(width, 2.2))
+    figure = Figure(figsize=(WIDTH, 2.2))
     axes = figure.add_subplot()
     axes.plot(steps, values, "o-" if len(steps) == 1 else "-", color=SERIES[0], clip_on=False, zorder=3)
     axes.set(xlabel="step", ylabel=label, xlim=(0, max(steps[-1], 1)))
@@ -77,9 +76,9 @@ def line(steps: Sequence[int], values: Sequence[float], label: str, width: float
 
 
 @drawn
-def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str, width: float = WIDTH) -> str:
+def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, label: str) -> str:
     """Draw ``values[layer, column]`` as colours on a logarithmic scale; column i belongs to ``steps[i]``."""
-    figure = Figure(figsize=(width, (1.4 if width == WIDTH else 2.0) + 0.2 * len(layers)))
+    figure = Figure(figsize=(WIDTH, 1.4 + 0.2 * len(layers)))
     axes = figure.add_subplot()
     finite = values[np.isfinite(values) & (values > 0)]
     low, high = np.quantile(finite, (0.01, 0.97)) if finite.size else (1e-3, 1.0)
@@ -94,12 +93,11 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
     )
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    axes.set_yticks(range(len(layers)), layers, fontsize=9)
+    axes.set_yticks(range(len(layers)), layers)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("step")
-    side, aspect = ("right", max(12, 1.1 * len(layers))) if width == WIDTH else ("bottom", 24)
-    bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=aspect, location=side)
-    label_powers(bar.ax.yaxis if width == WIDTH else bar.ax.xaxis, 6 if width == WIDTH and len(layers) > 6 else 4)
+    bar = figure.colorbar(image, ax=axes, label=label, extend="both", pad=0.015, aspect=max(12, 1.1 * len(layers)))
+    label_powers(bar.ax.yaxis, 6 if len(layers) > 6 else 4)
     bar.outline.set_visible(False)
     return to_svg(figure, f"{label} by layer and step")
 
@@ -109,10 +107,9 @@ def ranges(
     groups: Iterable[tuple[str, Sequence[float], Sequence[tuple[float, float, float]]]],
     xlabel: str,
     metric: str = "accuracy",
-    width: float = WIDTH,
 ) -> str:
     """Draw a metric, ``(low, middle, high)`` per x, one line per named group, with x on a log scale to base 2."""
-    figure = Figure(figsize=(width, 3.6))
+    figure = Figure(figsize=(WIDTH, 3.6))
     axes = figure.add_subplot()
     ticks: set[float] = set()
     every: list[float] = []
@@ -144,11 +141,15 @@ def ranges(
     return to_svg(figure, f"test {metric} by {xlabel}")
 
 
+LONG = 40
+"""Letters of a legend's line, of which two have no place beside each other."""
+
+
 @drawn
-def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str, width: float = WIDTH) -> str:
+def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], label: str) -> str:
     """Draw one bar per name, as segments from left to right, each segment with its label and one value per name."""
-    columns = 2 if width == WIDTH else 1
-    figure = Figure(figsize=(width, 1.2 + 0.34 * len(names) + 0.2 * math.ceil(len(parts) / columns)))
+    columns = 2 if max(len(part) for part, _ in parts) < LONG else 1
+    figure = Figure(figsize=(WIDTH, 1.2 + 0.34 * len(names) + 0.24 * math.ceil(len(parts) / columns)))
     axes = figure.add_subplot()
     left = np.zeros(len(names))
     for index, (part, values) in enumerate(parts):
@@ -159,11 +160,11 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, Sequence[float]]], lab
         left += values
     axes.bar_label(ends, [f"{total:.3g}" for total in left], padding=4, color=INK)
     axes.invert_yaxis()
-    axes.set_xlim(0, (1.1 if width == WIDTH else 1.2) * max(left))
+    axes.set_xlim(0, 1.1 * max(left))
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
-    figure.legend(loc="outside upper left", ncols=columns, fontsize=9)
+    figure.legend(loc="outside upper left", ncols=columns)
     return to_svg(figure, label)
 
 
@@ -172,11 +173,9 @@ Row = tuple[str, tuple[float, float, float]]
 
 
 @drawn
-def dots(
-    rows: Sequence[Row], label: str, mark: float | None = None, percent: bool = False, width: float = WIDTH
-) -> str:
+def dots(rows: Sequence[Row], label: str, mark: float | None = None, percent: bool = False) -> str:
     """Draw a dot and a line from low to high per row; with a mark, x is logarithmic and the first row grey."""
-    figure = Figure(figsize=(width, 0.9 + 0.34 * len(rows)))
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.34 * len(rows)))
     axes = figure.add_subplot()
     number = "{:.1%}" if percent else "{:.2f}" if mark else "{:.4g}"
     for place, (name, values) in enumerate(rows):
@@ -189,10 +188,10 @@ def dots(
     if mark is not None:
         axes.axvline(mark, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xscale("log")
-        label_powers(axes.xaxis, 8 if width == WIDTH else 4)
+        label_powers(axes.xaxis, 8)
     elif percent:
         axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-        axes.xaxis.set_major_locator(MaxNLocator(8 if width == WIDTH else 4))
+        axes.xaxis.set_major_locator(MaxNLocator(8))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.tick_params(axis="y", length=0)
@@ -206,14 +205,13 @@ Panels = Sequence[tuple[str, Sequence[tuple[str, Sequence[float], Sequence[float
 
 
 @drawn
-def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str, width: float = WIDTH) -> str:
+def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric: str) -> str:
     """Draw a metric, or the error of an accuracy, over epochs or learning rates; ``title`` describes the lines.
 
     A line has the same colour in all panels, and the legend has the lines of every panel.
     """
-    rows, columns = (1, len(panels)) if width == WIDTH else (len(panels), 1)
-    figure = Figure(figsize=(width, max(3.2, 2.5 * rows)))
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    figure = Figure(figsize=(WIDTH, 3.2))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False).flat
     rates = xlabel == "learning rate"
     labels = list(dict.fromkeys(label for _, lines in panels for label, *_ in lines))
     legend: dict[str, Line2D] = {}
@@ -226,10 +224,10 @@ def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric
             for x, y in zip(xs, ys, strict=True):
                 add_tip(axes, x, y, f"{name}, {label}: {xlabel} {x:.3g}, {ylabel} {metric_text(metric, y, 2)}")
         axes.set(xlabel=xlabel, ylabel=ylabel if axes.get_subplotspec().is_first_col() else "")
-        axes.set_title(name, fontsize=11, loc="left")
+        axes.set_title(name, fontsize="medium", loc="left")
         if rates:
             axes.set_xscale("log")
-            label_powers(axes.xaxis, 8 // columns if width == WIDTH else 4)
+            label_powers(axes.xaxis, 8 // len(panels))
     if is_share(metric) and not rates:
         grid[0].set_yscale("log")
         label_powers(grid[0].yaxis)
@@ -237,5 +235,5 @@ def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric
     elif is_share(metric):
         accuracy_scale(grid[0], [y for _, lines in panels for _, _, ys in lines for y in ys])
     shown = sorted(legend, key=labels.index)
-    grid[-1].legend([legend[label] for label in shown], shown, title=title, fontsize=9, title_fontsize=9)
+    grid[-1].legend([legend[label] for label in shown], shown, title=title)
     return to_svg(figure, f"{ylabel} by {xlabel}")

@@ -26,7 +26,7 @@ SERIES = tuple(f"#0708{number:02x}" for number in range(8))
 VARIABLES = {INK: "var(--ink-2)", GRID: "var(--grid)"} | {c: f"var(--s{n})" for n, c in enumerate(SERIES, start=1)}
 
 STYLE: Any = {
-    "font.size": 11,
+    "font.size": 12,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
     "text.parse_math": False,  # a name between dollars is no formula
@@ -57,8 +57,8 @@ TIP = "tip:"
 SMALLEST_ERROR = 1e-4
 """The smallest error that an axis of accuracies distinguishes from 0."""
 
-WIDTH, NARROW = 9.2, 4.4
-"""Inches: the width of the page's text column at its natural size, and of a telephone."""
+WIDTH = 9.2
+"""Inches: the width of the page's text column at its natural size."""
 
 
 ACCURACIES = (0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
@@ -155,18 +155,16 @@ def add_tip(axes: Axes, x: float, y: float, words: str) -> None:
 def to_svg(figure: Figure, name: str) -> str:
     """Return the figure as an ``<svg>`` element for an HTML page, which defines the element's colours and font.
 
-    ``name`` must differ between the figures of a page, since the ids inside are made from it. The page shows a figure
-    of the width :data:`NARROW`, which has a class, in place of the one before it on a narrow screen.
+    ``name`` must differ between the figures of a page, since the ids inside are made from it.
     """
     name = name.replace("\n", " ")
-    buffer, narrow = io.StringIO(), figure.get_figwidth() == NARROW
-    with mpl.rc_context({"svg.hashsalt": f"narrow {name}" if narrow else name}):
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, count=1, flags=re.DOTALL)
-    kind = ' class="narrow"' if narrow else ""
-    label = f'{kind} role="img" aria-label="{escape(name)}"'
+    label = f' role="img" aria-label="{escape(name)}"'
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', lambda found: found[1] + label, svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)

@@ -327,7 +327,7 @@ def test_the_report_has_peers_side_by_side(invoke: Invoke) -> None:
     assert "Absent: timm's (not installed: pip install other)" in output
     page = assert_self_contained(Path("bench.html"))
     assert "Report: bench.html" in output
-    assert page.tags.count("svg") == 2 * page.tags.count("thead") == 4
+    assert page.tags.count("svg") == page.tags.count("thead") == 2
     for found in content["results"]:
         assert [row["name"] for row in found["optimizers"]] == ["adamw", "lamb", "lamb-adam", "lamb-foreach"]
         for row in found["optimizers"]:

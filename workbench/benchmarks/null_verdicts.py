@@ -3,7 +3,7 @@
     python workbench/benchmarks/null_verdicts.py JSON [STUDIES]   # 200 studies of each, less than a minute
 
 In place of runs, each trial and each seed has a value of noise of standard deviation 1, in the metric's own units. The
-points that are tried, the choice among them and the sentences are those of the command. In half of the studies SGD has
+command's own code chooses the points, selects among them and writes the sentences. In half of the studies SGD has
 :data:`PLANTED` more than AdamW.
 """
 

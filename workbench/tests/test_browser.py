@@ -22,7 +22,7 @@ pytestmark = [
 SITE = Path(__file__).parents[2] / "build" / "site"
 MOST_READ = (
     *("index", "start", "tutorial", "rates", "grow-the-batch", "with-transformers", "trainers"),
-    *("lamb", "came", "command-line", "from-apex", "memory", "comparisons"),
+    *("lamb", "came", "command-line", "from-apex", "fit-the-model", "comparisons"),
 )
 SHORT = ("--trials", 2, "--seeds", 2, "--epochs", 1, "--processes", 1)
 REPORTS = {

@@ -30,6 +30,7 @@ from bighorn_workbench.files import write_json
 from bighorn_workbench.run import DivergedError, Run
 from bighorn_workbench.tasks import defaults
 from bighorn_workbench.trials import held_out
+from equal_tuning import Cell
 from evidence_tasks import Characters
 
 WIDTHS = (64, 128, 256)
@@ -123,13 +124,13 @@ def _config(name: str, lr: float) -> RunConfig:
 def long(data: str, result: str, study: str) -> None:
     """Train for many steps with each optimizer's best options of a study."""
     about = provenance("python workbench/benchmarks/hyperball_runs.py long TEXT_FILE JSON STUDY.json")
-    runs, task = Runs(result, {**about, "steps": LONG_STEPS}), Characters(data)
-    about["data"] = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
-    cells = {cell["name"]: cell for cell in json.loads(Path(study).read_text())["cells"] if _batch(cell) == BATCH}
+    task = Characters(data)
+    of = {"description": defaults(task).description.replace(data, "FILE"), "sha256": fingerprint(task, 1)}
+    runs = Runs(result, {**about, "steps": LONG_STEPS, "data": of})
+    cells = [Cell(each, task.classes) for each in json.loads(Path(study).read_text())["cells"]]
+    chosen = {cell.name: cell.config(data) for cell in cells if cell.batch == BATCH}
     for name in LONG:
-        saved = cells[name]["config"]
-        tuned = RunConfig(**saved | {"optimizer_option": tuple(saved["optimizer_option"]), "data": data})
-        tuned = replace(tuned, task="text", epochs=None, steps=LONG_STEPS, seed=1)
+        tuned = replace(chosen[name], task="text", epochs=None, steps=LONG_STEPS, seed=1)
         assert tuned.lr is not None
         tried = {
             share: runs.loss(f"{name} trial {share:g}", replace(tuned, lr=tuned.lr * share), task, "validation")
@@ -138,10 +139,6 @@ def long(data: str, result: str, study: str) -> None:
         share = min(tried, key=lambda each: tried[each])
         for seed in LONG_SEEDS:
             runs.loss(f"{name} {share:g} {seed}", replace(tuned, lr=tuned.lr * share, seed=seed), task)
-
-
-def _batch(cell: dict[str, Any]) -> int:
-    return int(cell["config"]["batch_size"])
 
 
 if __name__ == "__main__":

@@ -241,10 +241,10 @@ class OffloadedOptimizer(Optimizer):
             self._accumulates = False
 
     def synchronize(self) -> None:
-        """Wait for the last step, so that any code may read the weights.
+        """End a step that Ctrl-C has left, so that any code may read the weights.
 
         Raises:
-            RuntimeError: That step has failed.
+            RuntimeError: The last step has failed.
         """
         self._end_last_step()
 
@@ -301,7 +301,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _send_grad(self, param: OffloadedParam) -> None:
         """Send this rank's shard of a gradient to the host, and take it from the parameter."""
-        if param in self._current.bucket_of:
+        if param in self._current.having_grad:
             raise RuntimeError(
                 f"{param.label} has a second gradient, and the first has left the device: run all but the last "
                 "backward() before a step inside optimizer.accumulate(); to forget the first, as after a backward() "
@@ -338,7 +338,7 @@ class OffloadedOptimizer(Optimizer):
         """Let the stepping thread take the step, and wait for its end."""
         step = self._current
         step.send_numbers(grad_scale, found_inf)
-        self._read_written([param for param in self._setup.params if param in step.bucket_of])
+        self._read_written([param for param in self._setup.params if param in step.having_grad])
         step.submitted, step.ran = True, False
         self._worker.run(step.run)
         self._end(step)

@@ -95,8 +95,8 @@ class OffloadedStep:
         self.setup = setup
         self.buckets: list[TransferBucket] = []
         """The buckets that were sent."""
-        self.bucket_of: dict[OffloadedParam, TransferBucket | None] = {}
-        """The bucket of each parameter that has a gradient for this step; None until it is sent."""
+        self.having_grad: set[OffloadedParam] = set()
+        """The parameters that have a gradient for this step."""
         self.in_pass = False
         """Whether gradients are being collected; this stays so if the backward pass has failed."""
         self.submitted = False
@@ -124,7 +124,7 @@ class OffloadedStep:
     def add(self, param: OffloadedParam, grad: Tensor) -> None:
         """Add this rank's shard of a gradient, and send the bucket if it is full."""
         self._open.append((param, grad))
-        self.bucket_of[param] = None
+        self.having_grad.add(param)
         self._open_bytes += grad.nbytes
         if self._open_bytes >= self.setup.bucket_bytes:
             if self.buckets:
@@ -139,9 +139,7 @@ class OffloadedStep:
         params, grads = [param for param, _ in self._open], [grad for _, grad in self._open]
         self._measure(params, grads)
         arrival = self.setup.copies.to_host(list(zip([param.grad for param in params], grads, strict=True)))
-        bucket = TransferBucket(params, grads, arrival)
-        self.buckets.append(bucket)
-        self.bucket_of.update(dict.fromkeys(params, bucket))
+        self.buckets.append(TransferBucket(params, grads, arrival))
         self._open, self._open_bytes = [], 0
 
     def _measure(self, params: list[OffloadedParam], grads: list[Tensor]) -> None:

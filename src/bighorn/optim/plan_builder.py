@@ -118,9 +118,8 @@ class PlanBuilder:
     def _bucket_of(self, placed: Placed, backend: str, solid: bool) -> BucketPlan:
         """Return the bucket of entries that one call of a kernel can step."""
         variant, device = placed.entry.variant, placed.dense.device
-        state = frozenset(
-            placed.entry.state_parts or placed.entry.spec
-        )  # a matrix that is excluded from Hyperball has a radius, a vector has none
+        # A matrix that is excluded from Hyperball has a radius, a vector has none.
+        state = frozenset(placed.entry.state_parts or placed.entry.spec)
         of_one = None if solid else placed.index
         key = (variant, backend, device, placed.dense.dtype, placed.entry.ranks, state, of_one)
         if key not in self.bucket_plans:

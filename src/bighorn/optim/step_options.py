@@ -143,7 +143,7 @@ def check_changed(
     for record, given in fresh:
         record.group.update(given)
         before, record.seen = record.seen, tuple(map(record.group.get, options))
-        if before and given.keys() <= numbers:
+        if given.keys() <= numbers:
             found.update(given)
         else:
             pairs = itertools.zip_longest(options, before, record.seen, fillvalue=REMOVED)

@@ -379,18 +379,19 @@ def many_steps(name: str) -> str:
         losses.setdefault(optimizer, {}).setdefault(share, {})[seed] = math.inf if loss is None else loss
     finals = {}
     for optimizer, of_share in losses.items():
-        [(share, of_seed)] = [(share, each) for share, each in of_share.items() if len(each) > 1]
-        finals[optimizer] = share, {seed: loss for seed, loss in of_seed.items() if seed != "trial"}
+        share = min(of_share, key=lambda each, of=of_share: of[each]["trial"])  # type: ignore[misc]
+        finals[optimizer] = share, {seed: loss for seed, loss in of_share[share].items() if seed != "trial"}
     _, base = finals[BASELINE]
     rows = []
     for optimizer, (share, of_seed) in finals.items():
         values = list(of_seed.values())
         moved = interval([loss - base[seed] for seed, loss in of_seed.items()], len(finals) - 1)
         words = "" if optimizer == BASELINE else _difference("loss", moved)
-        trials = ", ".join(f"{each['trial']:.3f}" for each in losses[optimizer].values())
+        shares = sorted(losses[optimizer], key=float, reverse=True)
+        trials = ", ".join(f"{losses[optimizer][each]['trial']:.3f} at {each}" for each in shares)
         spread_of = f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
         rows.append([optimizer, trials, share, spread_of, words])
-    head = ["optimizer", "held out, at 1 and 0.5 of the rate", "chosen", "test loss (min-max)"]
+    head = ["optimizer", "held out, at shares of the rate", "chosen", "test loss (min-max)"]
     return "\n".join([*_command(saved), *_markdown([*head, f"nats from {BASELINE}"], rows)]) + "\n"
 
 

@@ -8,8 +8,8 @@ seeds each. The grid of a width starts around the best rate of the width before,
 worse ones on either side. AdamW's step for embeddings, the head and vectors keeps its rate beside Hyperball and
 lamb-adamw, so that only the rate of the hidden matrices is searched. `long` trains Characters for 5,000 steps, with the
 options that STUDY's trials chose at batch 8, at a share of each optimizer's rate that one seed chooses on validation
-data, then with three more seeds on test data. With the file of an interrupted run at the same commit, only the missing
-runs are made.
+data, then with three more seeds on test data. The shares are powers of two, until the best has a worse one on either
+side. With the file of an interrupted run only the missing runs are made; the file names the commits of all its runs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from bighorn_workbench.trials import held_out
 from equal_tuning import Cell
 from evidence_tasks import Characters
 
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 128, 256, 512)
 STEPS, BATCH, FACTOR, SEEDS = 200, 8, 1.6, (1, 2, 3)
 DECAY = 0.1
 FIRST_RATES = {"lamb": 0.03, "lamb-adamw": 0.03, "lamb-hyperball": 0.03, "adamw": 0.003}
 ADAMW = 0.003
 """AdamW's rate for what is no hidden matrix, beside lamb-adamw and lamb-hyperball."""
 
-LONG_STEPS, SHARES, LONG_SEEDS = 5000, (1.0, 0.5), (11, 12, 13)
-LONG = ("adamw", "lamb-hyperball", "lamb", "lamb-adamw")
+LONG_STEPS, LONG_SEEDS = 5000, (11, 12, 13)
+LONG = ("adamw", "lamb-hyperball", "lamb", "lamb-adamw", "muon")
 
 
 class Wide(Characters):
@@ -73,9 +73,11 @@ class Runs:
     """The runs of a file, by their names: each is made once."""
 
     def __init__(self, path: str, about: dict[str, Any]) -> None:
-        self.path, self.about = Path(path), about
+        self.path = Path(path)
         before = json.loads(self.path.read_text()) if self.path.exists() else {}
-        self.made: dict[str, float | None] = before["runs"] if before.get("commit") == about["commit"] else {}
+        self.made: dict[str, float | None] = before.get("runs", {})
+        commits = before.get("commits", [before["commit"]] if before else [])
+        self.about = {**about, "commits": list(dict.fromkeys([*commits, about["commit"]]))}
 
     def loss(self, name: str, config: RunConfig, task: Characters, split: str = "test") -> float:
         """Return the loss of a run, infinite if it diverged."""
@@ -132,13 +134,16 @@ def long(data: str, result: str, study: str) -> None:
     for name in LONG:
         tuned = replace(chosen[name], task="text", epochs=None, steps=LONG_STEPS, seed=1)
         assert tuned.lr is not None
-        tried = {
-            share: runs.loss(f"{name} trial {share:g}", replace(tuned, lr=tuned.lr * share), task, "validation")
-            for share in SHARES
-        }
-        share = min(tried, key=lambda each: tried[each])
+        rate, tried = tuned.lr, {}
+        missing = {1.0, 0.5}
+        while missing:
+            for share in missing:
+                scaled = replace(tuned, lr=rate * share)
+                tried[share] = runs.loss(f"{name} trial {share:g}", scaled, task, "validation")
+            best = min(tried, key=lambda each: tried[each])
+            missing = {best / 2, best * 2} - set(tried)
         for seed in LONG_SEEDS:
-            runs.loss(f"{name} {share:g} {seed}", replace(tuned, lr=tuned.lr * share, seed=seed), task)
+            runs.loss(f"{name} {best:g} {seed}", replace(tuned, lr=rate * best, seed=seed), task)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,8 @@ def options_of(kind: Kind) -> Iterator[tuple[Kind, torch.dtype, torch.dtype, dic
             yield kind, x, g, {"state_dtype": average}
     for x, g, average, rounding in itertools.product((BF16, F16), (F32, BF16), (*STATES, *also), ROUNDINGS):
         yield kind, x, g, {"state_dtype": average, "weight_rounding": rounding}
+    for x, rounding in ((F32, "nearest"), (BF16, "nearest"), (BF16, "kahan"), (F16, "kahan8")) if kind is Came else ():
+        yield kind, x, x, {"state_dtype": F32, "weight_rounding": rounding, "scale_parameter": True}
 
 
 def step(kind: Kind, x: torch.dtype, g: torch.dtype, options: dict[str, Any]) -> None:

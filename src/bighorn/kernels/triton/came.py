@@ -45,9 +45,6 @@ class Came(Stepper[CameOptions]):
     def kind(bucket: Bucket[CameOptions], i: int) -> tuple[object, ...]:
         """See `Stepper.kind`."""
         o = bucket.options
-        each, split = tile_grid(bucket.params[i].shape, o.factor), None
-        if bucket.shards:
-            split = split_of(bucket.shards[i], o.factor)
-        if o.factor is None:
-            return None, o.weight_rounding, split
-        return each.wide, o.weight_rounding, split
+        wide = None if o.factor is None else tile_grid(bucket.params[i].shape, o.factor).wide
+        split = split_of(bucket.shards[i], o.factor) if bucket.shards else None
+        return wide, o.weight_rounding, o.scale_parameter, split

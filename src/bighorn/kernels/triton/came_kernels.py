@@ -11,6 +11,8 @@ over more than a tile, and numbers that exist once per row, column or tensor, ar
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,15 +20,29 @@ from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_scaling_kernels as scaling
 from bighorn.kernels.triton import came_tiling_kernels as tiling
 from bighorn.kernels.triton import codec_kernels as codec
-from bighorn.kernels.triton import columns
+from bighorn.kernels.triton import columns, layer_layout
 from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
+
+
+class Own(NamedTuple):
+    """The constants of a pass: dtypes, the form of the average, how x is rounded, and what shards have."""
+
+    X: Any = tl.constexpr(0)
+    G: Any = tl.constexpr(0)
+    S: Any = tl.constexpr(0)
+    M_FORM: Any = tl.constexpr("")
+    ROUNDING: Any = tl.constexpr("")
+    CUT: Any = tl.constexpr(False)
+    SPLIT: Any = tl.constexpr("")
+    KNOWN: Any = tl.constexpr("")
+    SCALES_LR: Any = tl.constexpr(False)
 
 
 @triton.jit
 def came_squares(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr, SCALES_LR: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate.
@@ -34,59 +50,65 @@ def came_squares(
     For shards a second launch computes those along the split dim (KNOWN is "rows" or "columns") of g^2 divided by the
     averages that are not split.
     """
-    tile = tl.program_id(0)
-    index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
-        return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    _, _, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
-    start, shape, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
-    known, parts = row_ptr, (row_parts, col_parts)
-    if KNOWN == "rows":
-        known = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
-    elif KNOWN == "columns":
-        known = tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column)
-    g, scale = tl.load(grads_ptr + index), common.gradient_scale(scale_ptr, option_ptr)
-    if tiling.aligned(g, shape, VECTOR):
-        square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, VECTOR, WIDE, TILE_BLOCK)
+    tiling.run_tile(
+        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr), (scale_ptr, partials_ptr, sums_ptr),
+        squares, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
+        Own(X=X, G=G, ROUNDING=ROUNDING, KNOWN=KNOWN, SCALES_LR=SCALES_LR),
+    )  # fmt: skip
+
+
+@triton.jit
+def squares(tile, tables, mode, own):
+    """Store the sums of a tile."""
+    scale_ptr, partials_ptr, sums_ptr = tables
+    parts, known = tiling.parts_at(tile, partials_ptr, mode), tile.row_ptr
+    if own.KNOWN == "rows":
+        known = tiling.row_averages(tile, layout.row.SQ_ROW)
+    elif own.KNOWN == "columns":
+        known = tiling.column_averages(tile, layout.row.SQ_COL)
+    address, scale = tl.load(tile.grad_ptr), common.gradient_scale(scale_ptr, tile.option_ptr)
+    g = common.at(address, tile.start, own.G)
+    if tiling.aligned(address, tile, mode):
+        square_tile(g, tile, scale, known, parts, own.KNOWN, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:
-        square_tile(common.at(g, start, G), shape, scale, known, parts, KNOWN, 1, WIDE, 2 * layout.FEW)
-    if KNOWN == "":  # noqa: SIM102 - known when the kernel is compiled, unlike the next condition
-        if tl.load(option_ptr + layout.option.SCALE_EPS) >= 0:
-            squares = param_squares(weights.weight_at(row_ptr, start, X, ROUNDING), shape, ROUNDING, WIDE)
-            tl.store(sums_ptr + tile * layout.SUM + layout.X_SQUARES, squares)
+        square_tile(g, tile, scale, known, parts, own.KNOWN, 1, mode.WIDE, 2 * layout.FEW)
+    if own.SCALES_LR and own.KNOWN == "":
+        weight = weights.weight_at(tile.row_ptr, tile.start, own.X, own.ROUNDING)
+        total = param_squares(weight, tile, own.ROUNDING, mode.WIDE)
+        tl.store(sums_ptr + tile.number * layout.SUM + layout.X_SQUARES, total)
 
 
 @triton.jit
 def square_tile(
-    g, shape, scale, known, parts,
-    KNOWN: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+    g, tile, scale, known, parts,
+    KNOWN: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the sums of g^2, or of g^2 / known, over the rows and the columns of a tile."""
-    ROWS: tl.constexpr = TILE_BLOCK // WIDE
+    ROWS: tl.constexpr = BLOCK // WIDE
+    row_parts, col_parts = parts
     total = tl.zeros((ROWS, WIDE), scale.dtype)
-    for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = common.gradient(g, offsets, mask, scale, VECTOR)
+    for i in range(0, tile.high, ROWS):
+        where = tiling.rows_at(i, tile, "", VECTOR, WIDE, ROWS)
+        value = common.gradient(g, where.offsets, where.mask, scale, VECTOR)
         if KNOWN == "rows":
-            value *= scaling.row_factors(known, i, shape, 1.0, ROWS)[:, None]
+            value *= scaling.row_factors(known, i, tile, 1.0, ROWS)[:, None]
         elif KNOWN == "columns":
-            value *= scaling.column_factors(known, shape, WIDE)[None, :]
+            value *= scaling.column_factors(known, tile, WIDE)[None, :]
         if KNOWN != "rows":
-            tiling.store_lines(parts[0], i, shape[0], tl.sum(value * value, 1), ROWS)
+            tiling.store_lines(row_parts, i, tile.high, tl.sum(value * value, 1), ROWS)
         total += value * value
     if KNOWN != "columns":
-        tiling.store_columns(parts[1], shape[1], tl.sum(total, 0), WIDE)
+        tiling.store_columns(col_parts, tile.wide, tl.sum(total, 0), WIDE)
 
 
 @triton.jit
-def param_squares(weight, shape, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
+def param_squares(weight, tile, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
     """Return the sum of x^2 over a tile."""
     ROWS: tl.constexpr = 2 * layout.FEW // WIDE
     total = tl.zeros((ROWS, WIDE), tl.float64)
-    for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.tile_block(i, shape, 1, WIDE, ROWS)
-        value = weights.read_weight(weight, offsets, mask, ROUNDING).to(tl.float64)
+    for i in range(0, tile.high, ROWS):
+        where = tiling.rows_at(i, tile, "", 1, WIDE, ROWS)
+        value = weights.read_weight(weight, where.offsets, where.mask, ROUNDING).to(tl.float64)
         total += value * value
     return tl.sum(total)
 
@@ -141,68 +163,72 @@ def came_update_squares(
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
-        return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
-    root_here = roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix
-    root = scaling.row_root(row_ptr, matrix, line_sums_ptr, root_here, SPLIT, WIDE)
-    if (SPLIT is None) & (line == 0) & (column == 0):
-        tl.store(root_here, root)
-
-    g = tl.load(grads_ptr + index)
-    row_averages = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
-    c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column), shape, WIDE
-    )
-    scale = common.gradient_scale(scale_ptr, option_ptr)
-    if tiling.aligned(g, shape, VECTOR):
-        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, VECTOR, WIDE, TILE_BLOCK)
-    else:
-        total = update_squares(common.at(g, start, G), shape, scale, row_averages, root, c, 1, WIDE, 2 * layout.FEW)
-    tl.store(sums_ptr + tile * layout.SUM + layout.U_SQUARES, total)
+    tiling.run_tile(
+        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (scale_ptr, line_sums_ptr, roots_ptr, sums_ptr),
+        update_squares, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, SPLIT=SPLIT),
+    )  # fmt: skip
 
 
 @triton.jit
-def update_squares(
-    g, shape, scale, row_averages, root, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr
+def update_squares(tile, tables, mode, own):
+    """Store the sum of u^2 of a tile, and its matrix's root."""
+    scale_ptr, line_sums_ptr, roots_ptr, sums_ptr = tables
+    root_ptr = scaling.root_at(tile, roots_ptr)
+    root = scaling.row_root(tile, line_sums_ptr, root_ptr, own.SPLIT, mode.WIDE)
+    if (own.SPLIT is None) & (tile.line == 0) & (tile.column == 0):
+        tl.store(root_ptr, root)
+    address, r = tl.load(tile.grad_ptr), tiling.row_averages(tile, layout.row.SQ_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.row.SQ_COL), tile, mode.WIDE)
+    numbers = common.gradient_scale(scale_ptr, tile.option_ptr), root
+    g = common.at(address, tile.start, own.G)
+    if tiling.aligned(address, tile, mode):
+        total = update_square_sum(g, tile, numbers, r, c, mode.VECTOR, mode.WIDE, mode.BLOCK)
+    else:
+        total = update_square_sum(g, tile, numbers, r, c, 1, mode.WIDE, 2 * layout.FEW)
+    tl.store(sums_ptr + tile.number * layout.SUM + layout.U_SQUARES, total)
+
+
+@triton.jit
+def update_square_sum(
+    g, tile, numbers, row_averages, c, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return the sum of u^2 over a tile."""
-    ROWS: tl.constexpr = TILE_BLOCK // WIDE
+    ROWS: tl.constexpr = BLOCK // WIDE
+    scale, root = numbers
     total = tl.zeros((ROWS, WIDE), scale.dtype)
-    for i in range(0, shape[0], ROWS):
-        offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-        value = common.gradient(g, offsets, mask, scale, VECTOR)
-        u = scaling.update(value, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
+    for i in range(0, tile.high, ROWS):
+        where = tiling.rows_at(i, tile, "", VECTOR, WIDE, ROWS)
+        value = common.gradient(g, where.offsets, where.mask, scale, VECTOR)
+        u = scaling.update(value, scaling.row_factors(row_averages, i, tile, root, ROWS), c)
         total += u * u
     return tl.sum(total.to(tl.float64))
 
 
 @triton.jit
 def came_totals(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, whole_sums_ptr, scalars_ptr,
-    SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
+    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
+    SPLIT: tl.constexpr, SCALES_LR: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute, with one program per tensor, the clip factor of u, the learning rate, and the first two metrics."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    scalars = scalars_ptr + index * layout.NUMBER
+    factor_ptr = factors_ptr + index * layer_layout.FACTOR
     size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.U_SQUARES, SPLIT))
     excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
     clip = 1 / tl.where(excess < 1, 1.0, excess)  # CAME-clip; a NaN remains NaN
-    tl.store(scalars + layout.CLIP, clip)
-    scale_eps, lr = tl.load(option_ptr + layout.option.SCALE_EPS), tl.load(option_ptr + columns.LR)
-    if scale_eps >= 0:
+    tl.store(factor_ptr + layout.CLIP, clip)
+    lr = tl.load(option_ptr + columns.LR)
+    if SCALES_LR:
+        scale_eps = tl.load(option_ptr + layout.option.SCALE_EPS)
         param_size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.X_SQUARES, SPLIT))
         lr *= tl.where(param_size < scale_eps, scale_eps, param_size)
-    tl.store(scalars + layout.RATE, lr)
+    tl.store(factor_ptr + layout.RATE, lr)
     correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
     correction = tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
-    tl.store(scalars + layout.RES_FACTOR, tl.sqrt(correction))
+    tl.store(factor_ptr + layout.RES_FACTOR, tl.sqrt(correction))
     norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
     tl.store(norms, size.to(tl.float32))
     tl.store(norms + 1, clip.to(tl.float32))
@@ -211,140 +237,136 @@ def came_totals(
 @triton.jit
 def came_average(
     rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
-    roots_ptr, scalars_ptr, partials_ptr,
+    roots_ptr, factors_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, CUT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, and compute partial sums of its residual's squares."""
-    tile = tl.program_id(0)
-    index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
-        return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
-    _, _, row_parts, col_parts = tiling.tile_at(row_ptr, tile, partials_ptr, TALL, WIDE)
-
-    g, m = tl.load(grads_ptr + index), tl.load(row_ptr + columns.row.EXP_AVG)
-    root = tl.load(roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix) * common.number(
-        scalars_ptr + index * layout.NUMBER + layout.CLIP
-    )
-    row_averages = tiling.averages(row_ptr, layout.row.SQ_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
-    c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.row.SQ_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column), shape, WIDE
-    )
-    factors = (
-        common.gradient_scale(scale_ptr, option_ptr),
-        common.number(option_ptr + layout.option.BETA1),
-        common.number(option_ptr + layout.option.BETA1_REST),
-        root,
-    )
-    pointers = common.at(g, start, G), scaling.average_at(row_ptr, m, start, shape[2], S, M_FORM)
-    parts = row_parts, col_parts
-    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), M_FORM == "int4", CUT)
-    if tiling.aligned(m, shape, VECTOR):
-        if g % 16 == 0:
-            average(
-                pointers, start, shape, factors, row_averages, c, parts, rng_key,
-                M_FORM, VECTOR, VECTOR, WIDE, TILE_BLOCK,
-            )  # fmt: skip
-        else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
-            average(
-                pointers, start, shape, factors, row_averages, c, parts, rng_key,
-                M_FORM, VECTOR, 1, WIDE, 2 * layout.FEW,
-            )  # fmt: skip
-    else:
-        average(pointers, start, shape, factors, row_averages, c, parts, rng_key, M_FORM, 1, 1, WIDE, layout.FEW)
+    tiling.run_tile(
+        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (scale_ptr, roots_ptr, factors_ptr, partials_ptr),
+        average, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, S=S, M_FORM=M_FORM, CUT=CUT),
+    )  # fmt: skip
 
 
 @triton.jit
-def average(
-    pointers, start, shape, factors, row_averages, c, parts, rng_key,
-    FORM: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+def average(tile, tables, mode, own):
+    """Advance the average of a tile; store the partial sums of its residual."""
+    scale_ptr, roots_ptr, factors_ptr, partials_ptr = tables
+    parts = tiling.parts_at(tile, partials_ptr, mode)
+    g, m = tl.load(tile.grad_ptr), tl.load(tile.row_ptr + columns.row.EXP_AVG)
+    clip = common.number(factors_ptr + tile.index * layer_layout.FACTOR + layout.CLIP)
+    root = tl.load(scaling.root_at(tile, roots_ptr)) * clip
+    r = tiling.row_averages(tile, layout.row.SQ_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.row.SQ_COL), tile, mode.WIDE)
+    numbers = (
+        common.gradient_scale(scale_ptr, tile.option_ptr),
+        common.number(tile.option_ptr + layout.option.BETA1),
+        common.number(tile.option_ptr + layout.option.BETA1_REST),
+        root,
+    )
+    pointers = common.at(g, tile.start, own.G), tiling.average_at(tile, own.S, own.M_FORM), r, parts
+    rng_key = weights.rng_key(tile.row_ptr, common.count(tile.row_ptr), own.M_FORM == "int4", own.CUT)
+    if not tiling.aligned(m, tile, mode):
+        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, 1, 1, mode.WIDE, layout.FEW)
+    elif g % 16 == 0:
+        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, mode.VECTOR, mode.VECTOR, mode.WIDE, mode.BLOCK)
+    else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
+        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, mode.VECTOR, 1, mode.WIDE, 2 * layout.FEW)
+
+
+@triton.jit
+def average_tile(
+    pointers, tile, numbers, c, rng_key,
+    FORM: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update exp_avg for a tile; store the partial sums of (u - m)^2 over its rows and columns."""
-    ROWS: tl.constexpr = TILE_BLOCK // WIDE
-    scale, beta1, beta1_rest, root = factors
+    ROWS: tl.constexpr = BLOCK // WIDE
+    gradient, stored, row_averages, parts = pointers
+    row_parts, col_parts = parts
+    scale, beta1, beta1_rest, root = numbers
     total = tl.zeros((ROWS, WIDE), root.dtype)
-    for i in range(0, shape[0], ROWS):
-        where = scaling.rows_at(i, shape, FORM, VECTOR, WIDE, ROWS)
-        m = codec.read_moment(pointers[1], where, FORM, VECTOR)
-        g = common.gradient(pointers[0], where[0], where[1], scale, G_VECTOR)
-        u = scaling.update(g, scaling.row_factors(row_averages, i, shape, root, ROWS), c)
+    for i in range(0, tile.high, ROWS):
+        where = tiling.rows_at(i, tile, FORM, VECTOR, WIDE, ROWS)
+        m = codec.read_moment(stored, where, FORM, VECTOR)
+        g = common.gradient(gradient, where.offsets, where.mask, scale, G_VECTOR)
+        u = scaling.update(g, scaling.row_factors(row_averages, i, tile, root, ROWS), c)
         m = beta1 * m + beta1_rest * u  # CAME-m
-        m = codec.write_moment(pointers[1], where, m, (rng_key, start, where[0]), FORM, VECTOR)
+        rng = weights.Rng(rng_key, tile.start, where.offsets)
+        m = codec.write_moment(stored, where, m, rng, FORM, VECTOR)
         residual = (u - m) * (u - m)  # CAME-res
-        tiling.store_lines(parts[0], i, shape[0], tl.sum(residual, 1), ROWS)
+        tiling.store_lines(row_parts, i, tile.high, tl.sum(residual, 1), ROWS)
         total += residual
-    tiling.store_columns(parts[1], shape[1], tl.sum(total, 0), WIDE)
+    tiling.store_columns(col_parts, tile.wide, tl.sum(total, 0), WIDE)
 
 
 @triton.jit
 def came_apply(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, scalars_ptr, sums_ptr,
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step the parameter, in reverse order."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(tile_to_row_ptr + tile).to(tl.int64)
-    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
-        return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    start, shape, matrix, line, column = tiling.corner(row_ptr, tile, TALL, WIDE)
-
-    m = tl.load(row_ptr + columns.row.EXP_AVG)
-    root = scaling.row_root(
-        row_ptr, matrix, line_sums_ptr, roots_ptr + tl.load(row_ptr + layout.row.FIRST_MATRIX) + matrix, SPLIT, WIDE
-    )
-    row_averages = tiling.averages(row_ptr, layout.row.RES_ROW, matrix * tl.load(row_ptr + layout.row.HEIGHT) + line)
-    c = scaling.column_factors(
-        tiling.averages(row_ptr, layout.row.RES_COL, matrix * tl.load(row_ptr + layout.row.WIDTH) + column),
-        shape,
-        WIDE,
-    )
-    c *= common.number(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
-    lr = tl.load(scalars_ptr + index * layout.NUMBER + layout.RATE)
-    factors = lr.to(tl.float32), (lr * tl.load(option_ptr + columns.DECAY)).to(tl.float32), root
-    rng_key = weights.rng_key(row_ptr, common.count(row_ptr), ROUNDING == "stochastic", CUT)
-    average_at = scaling.average_at(row_ptr, m, start, shape[2], S, M_FORM)
-    pointers = weights.weight_at(row_ptr, start, X, ROUNDING), average_at
-    if tiling.aligned(weights.weight_addresses(row_ptr) | m, shape, VECTOR):
-        r = apply(pointers, start, shape, factors, row_averages, c, rng_key, M_FORM, ROUNDING, VECTOR, WIDE, TILE_BLOCK)
-    else:
-        r = apply(pointers, start, shape, factors, row_averages, c, rng_key, M_FORM, ROUNDING, 1, WIDE, layout.FEW)
-    if SPLIT is None:
-        there = tl.arange(0, WIDE) < shape[1]
-        confidence = r * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
-        tl.store(sums_ptr + tile * layout.SUM + layout.CONFIDENCES, confidence)
+    tiling.run_tile(
+        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (line_sums_ptr, roots_ptr, factors_ptr, sums_ptr),
+        apply, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
+        Own(X=X, S=S, M_FORM=M_FORM, ROUNDING=ROUNDING, CUT=CUT, SPLIT=SPLIT),
+    )  # fmt: skip
 
 
 @triton.jit
-def apply(
-    pointers, start, shape, factors, row_averages, c, rng_key,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr,
+def apply(tile, tables, mode, own):
+    """Step a tile of the parameter; store the sum of its factors."""
+    line_sums_ptr, roots_ptr, factors_ptr, sums_ptr = tables
+    factor_ptr = factors_ptr + tile.index * layer_layout.FACTOR
+    root = scaling.row_root(tile, line_sums_ptr, scaling.root_at(tile, roots_ptr), own.SPLIT, mode.WIDE)
+    r = tiling.row_averages(tile, layout.row.RES_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.row.RES_COL), tile, mode.WIDE)
+    c *= common.number(factor_ptr + layout.RES_FACTOR)
+    lr = tl.load(factor_ptr + layout.RATE)
+    numbers = lr.to(tl.float32), (lr * tl.load(tile.option_ptr + columns.DECAY)).to(tl.float32), root
+    rng_key = weights.rng_key(tile.row_ptr, common.count(tile.row_ptr), own.ROUNDING == "stochastic", own.CUT)
+    stored = tiling.average_at(tile, own.S, own.M_FORM)
+    pointers = weights.weight_at(tile.row_ptr, tile.start, own.X, own.ROUNDING), stored, r
+    addresses = weights.weight_addresses(tile.row_ptr) | tl.load(tile.row_ptr + columns.row.EXP_AVG)
+    if tiling.aligned(addresses, tile, mode):
+        total = apply_tile(pointers, tile, numbers, c, rng_key, own, mode.VECTOR, mode.WIDE, mode.BLOCK)
+    else:
+        total = apply_tile(pointers, tile, numbers, c, rng_key, own, 1, mode.WIDE, layout.FEW)
+    if own.SPLIT is None:
+        there = tl.arange(0, mode.WIDE) < tile.wide
+        confidence = total * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
+        tl.store(sums_ptr + tile.number * layout.SUM + layout.CONFIDENCES, confidence)
+
+
+@triton.jit
+def apply_tile(
+    pointers, tile, numbers, c, rng_key, own, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Step a tile of the parameter; return the sum of the rows' factors."""
-    ROWS: tl.constexpr = TILE_BLOCK // WIDE
-    lr, decay, root = factors
+    ROWS: tl.constexpr = BLOCK // WIDE
+    weight, stored, row_averages = pointers
+    lr, decay, root = numbers
     total = tl.zeros((ROWS,), tl.float64)
-    for i in range(0, shape[0], ROWS):
-        where = scaling.rows_at(i, shape, FORM, VECTOR, WIDE, ROWS)
-        m = codec.read_moment(pointers[1], where, FORM, VECTOR)
-        r = scaling.row_factors(row_averages, i, shape, root, ROWS)
-        x = weights.read_weight(pointers[0], where[0], where[1], ROUNDING, VECTOR)
-        starts = start + (i + tl.arange(0, ROWS)) * shape[2]
-        rng = rng_key, starts[:, None], tl.arange(0, WIDE)[None, :]
+    for i in range(0, tile.high, ROWS):
+        where = tiling.rows_at(i, tile, own.M_FORM, VECTOR, WIDE, ROWS)
+        m = codec.read_moment(stored, where, own.M_FORM, VECTOR)
+        r = scaling.row_factors(row_averages, i, tile, root, ROWS)
+        x = weights.read_weight(weight, where.offsets, where.mask, own.ROUNDING, VECTOR)
+        starts = tile.start + (i + tl.arange(0, ROWS)) * tile.width
+        rng = weights.Rng(rng_key, starts[:, None], tl.arange(0, WIDE)[None, :])
         x -= decay * x
         x -= lr * scaling.update(m, r, c)  # CAME-x
-        weights.write_weight(pointers[0], where[0], where[1], x, rng, ROUNDING, VECTOR)
-        total += tl.where(i + tl.arange(0, ROWS) < shape[0], r, 0.0).to(tl.float64)
+        weights.write_weight(weight, where.offsets, where.mask, x, rng, own.ROUNDING, VECTOR)
+        total += tl.where(i + tl.arange(0, ROWS) < tile.high, r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 
 
 @triton.jit
 def came_metrics(
-    rows_ptr, grads_ptr, apply_mask_ptr, whole_sums_ptr, scalars_ptr,
+    rows_ptr, grads_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
     FACTORED: tl.constexpr, SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
@@ -354,7 +376,7 @@ def came_metrics(
     row_ptr = rows_ptr + index * columns.ROW
     confidence = scaling.mean(row_ptr, index, whole_sums_ptr, layout.CONFIDENCES, SPLIT)
     if SPLIT is not None:  # averages that were added up over ranks are not corrected yet
-        confidence *= tl.load(scalars_ptr + index * layout.NUMBER + layout.RES_FACTOR)
+        confidence *= tl.load(factors_ptr + index * layer_layout.FACTOR + layout.RES_FACTOR)
     norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
     common.count_step(row_ptr)

@@ -24,7 +24,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def __init__(
         self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
-        from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels
+        from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels, layer_layout
 
         self.layout, self.kernels = came_layout, came_kernels
         self.unfactored_kernels = came_unfactored_kernels
@@ -41,7 +41,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         self.line_sums = torch.empty(self.piece_to_row.numel(), dtype=torch.float64, device=device)
         sums = came_layout.SUM.value * self.tile_to_row.numel()
         self.whole_sums = self.sums = torch.empty(sums, dtype=torch.float64, device=device)
-        self.scalars = torch.empty(came_layout.NUMBER.value * len(indices), dtype=torch.float64, device=device)
+        self.factors = torch.empty(layer_layout.FACTOR.value * len(indices), dtype=torch.float64, device=device)
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: CameOptions) -> dict[str, Any]:
@@ -63,7 +63,9 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             "SPLIT": None,
             "VECTOR": 16 // least,
             "TILE_BLOCK": LANES.value * elements,
-            "BLOCK": LANES.value * 4,  # a thread moves 16 bytes of float32, the dtype of the second moment
+            "SCALES_LR": options.scale_parameter,
+            # A thread moves 16 bytes of float32, the dtype of the second moment; of codes, a block is in one warp.
+            "BLOCK": LANES.value * (8 if m in FORMS else 4),
         }
 
     @cached_property

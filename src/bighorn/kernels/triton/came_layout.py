@@ -5,19 +5,20 @@ from typing import Any
 import triton.language as tl
 
 from bighorn.kernels.triton import columns, tiles
+from bighorn.kernels.triton import layer_layout as layer
 
-ADDRESSES = {
-    "EXP_AVG_SCALE": "exp_avg_scale",
-    "EXP_AVG_SQ": "exp_avg_sq",  # used if the second moment is not factored
+FACTORED = {
     "SQ_ROW": "exp_avg_sq_row",
     "SQ_COL": "exp_avg_sq_col",
     "RES_ROW": "exp_avg_res_row",
     "RES_COL": "exp_avg_res_col",
 }
+
+ADDRESSES = columns.ADDRESSES | FACTORED
 """The columns of addresses of state tensors, or 0."""
 
 row: Any = columns.RowColumns(
-    *ADDRESSES,
+    *FACTORED,
     "HEIGHT",
     "WIDTH",
     "MATRICES",
@@ -46,20 +47,19 @@ option: Any = columns.OptionColumns(
     EPS2=lambda o: o.eps[1],
     DECAY_RATE=lambda o: -1.0 if o.decay_rate is None else o.decay_rate,  # negative if beta2 is constant
     CLIP_THRESHOLD=lambda o: o.clip_threshold,
-    SCALE_EPS=lambda o: o.scale_eps if o.scale_parameter else -1.0,  # negative if the size of x does not scale lr
+    SCALE_EPS=lambda o: o.scale_eps,
     CORRECTS=lambda o: o.bias_correction,
 )
 
 # The table of sums: float64, one row per tile; a shard's own table has one row, over all tiles of all ranks.
 U_SQUARES, X_SQUARES, CONFIDENCES, SUM = columns.numbered(4)
 
-# The table of numbers that each tensor has once, after its u is known: float64, one row per tensor.
+# Factors, after u is known:
 (
     CLIP,  # the clip factor of u
     RATE,  # the learning rate, which can depend on the size of x
     RES_FACTOR,  # corrects the root of the residuals' averages, which are 0 at first
-    NUMBER,
-) = columns.numbered(4)
+) = columns.numbered(3, layer.STEP_NUMBER + 1)
 
 # The sizes of tiles and pieces.
 FEW = tl.constexpr(1024)  # elements in registers if each is loaded by itself, with an address of its own

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from bighorn.kernels.triton import came_layout as layout
 from bighorn.kernels.triton import came_tiling_kernels as tiling
-from bighorn.kernels.triton import codec_kernels as codec
 from bighorn.kernels.triton import common_kernels as common
 
 # ---- scalars of a tensor ---------------------------------------------------------------------------------------------
@@ -34,16 +33,22 @@ def mean(row_ptr, index, sums_ptr, COLUMN: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def row_root(row_ptr, matrix, line_sums_ptr, root, SPLIT: tl.constexpr, WIDE: tl.constexpr):
-    """Return the root of the mean of a matrix's row averages, in the dtype of `root`; for shards, loaded from there."""
+def root_at(tile, roots_ptr):
+    """Return a pointer to the root of the mean of the row averages of a tile's matrix."""
+    return roots_ptr + tl.load(tile.row_ptr + layout.row.FIRST_MATRIX) + tile.matrix
+
+
+@triton.jit
+def row_root(tile, line_sums_ptr, root_ptr, SPLIT: tl.constexpr, WIDE: tl.constexpr):
+    """Return the root of the mean of the row averages of a tile's matrix; for shards, it is loaded."""
     if SPLIT is None:
-        height = tl.load(row_ptr + layout.row.HEIGHT)
-        pieces = tiling.row_pieces(height, tl.load(row_ptr + layout.row.WIDTH), WIDE)
-        first = tl.load(row_ptr + layout.row.FIRST_PIECE) + matrix * pieces
+        height = tl.load(tile.row_ptr + layout.row.HEIGHT)
+        pieces = tiling.row_pieces(height, tl.load(tile.row_ptr + layout.row.WIDTH), WIDE)
+        first = tl.load(tile.row_ptr + layout.row.FIRST_PIECE) + tile.matrix * pieces
         mean = common.partial_total(line_sums_ptr, first, first + pieces, 1) / height
-        return tl.sqrt(mean).to(root.dtype.element_ty)
+        return tl.sqrt(mean).to(root_ptr.dtype.element_ty)
     else:
-        return tl.load(root)
+        return tl.load(root_ptr)
 
 
 # ---- blocks of elements ----------------------------------------------------------------------------------------------
@@ -56,18 +61,18 @@ def inverse_root(value):
 
 
 @triton.jit
-def row_factors(row_averages, i, shape, root, ROWS: tl.constexpr):
+def row_factors(row_averages, i, tile, root, ROWS: tl.constexpr):
     """Return the factors of rows from the tile's `i`-th on; `root` is the root of the mean of all row averages."""
     # Not sqrt(mean / average), since for a row of zeros beside large ones this ratio is 1e42.
     lines = i + tl.arange(0, ROWS)
-    return inverse_root(tl.load(row_averages + lines, mask=lines < shape[0], other=1.0)) * root
+    return inverse_root(tl.load(row_averages + lines, mask=lines < tile.high, other=1.0)) * root
 
 
 @triton.jit
-def column_factors(column_averages, shape, WIDE: tl.constexpr):
+def column_factors(column_averages, tile, WIDE: tl.constexpr):
     """Return the factors of a tile's columns."""
     columns = tl.arange(0, WIDE)
-    return inverse_root(tl.load(column_averages + columns, mask=columns < shape[1], other=1.0))
+    return inverse_root(tl.load(column_averages + columns, mask=columns < tile.wide, other=1.0))
 
 
 @triton.jit
@@ -80,30 +85,3 @@ def update(values, r, c):
 def unfactored(g, v):
     """Return u for an unfactored second moment, and 0 for elements outside the mask."""
     return tl.where(v == 0, g, tl.div_rn(g, tl.sqrt_rn(v)))  # CAME-u
-
-
-@triton.jit
-def average_at(row_ptr, address, start, width, S: tl.constexpr, FORM: tl.constexpr):
-    """Return pointers to the stored average of a tile, in 4 bits to its first byte, and to the scale of its first row.
-
-    Each row of a tile is within one block of codes.
-    """
-    first = start // width * tl.cdiv(width, codec.CODES) + start % width // codec.CODES
-    scales = common.at(tl.load(row_ptr + layout.row.EXP_AVG_SCALE), first, tl.float32)
-    return common.at(address, start // 2 if FORM == "int4" else start, S), scales
-
-
-@triton.jit
-def rows_at(i, shape, FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Return offsets and mask of a tile's rows from the `i`-th on, and with codes, the others of `codec.blocks_at`."""
-    offsets, mask = tiling.tile_block(i, shape, VECTOR, WIDE, ROWS)
-    if FORM == "":
-        return offsets, mask
-    else:
-        lines = i + tl.arange(0, ROWS)
-        blocks, exist = lines * tl.cdiv(shape[2], codec.CODES), lines < shape[0]
-        if FORM == "int4":
-            halves = shape[0], shape[1] // 2, shape[2] // 2
-            return offsets, mask, blocks, exist, tiling.tile_block(i, halves, (VECTOR + 1) // 2, WIDE // 2, ROWS)
-        else:
-            return offsets, mask, blocks, exist

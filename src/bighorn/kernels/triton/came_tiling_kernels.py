@@ -1,60 +1,139 @@
-"""Positions of CAME's tiles and lines: in memory, in matrices, and among the partial sums."""
+"""The frame of CAME's passes over tiles, and the positions of tiles and lines in memory and among partial sums.
+
+A pass adds a rule: `run_tile` calls RULE with the program's tile.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from bighorn.kernels.triton import came_layout as layout
+from bighorn.kernels.triton import codec_kernels as codec
+from bighorn.kernels.triton import columns
 from bighorn.kernels.triton import common_kernels as common
 
 
+class Tile(NamedTuple):
+    """A tile: its number, its tensor's rows in the tables, and its place in a matrix."""
+
+    number: Any
+    index: Any
+    row_ptr: Any
+    option_ptr: Any
+    grad_ptr: Any
+    start: Any
+    """Its first element."""
+    high: Any
+    wide: Any
+    width: Any
+    """The matrix's."""
+    matrix: Any
+    line: Any
+    """Its first row."""
+    column: Any
+
+
+class Mode(NamedTuple):
+    """The constants of a pass: the sizes of tiles, and how many elements are moved at once."""
+
+    VECTOR: Any
+    TALL: Any
+    WIDE: Any
+    BLOCK: Any
+
+
 @triton.jit
-def corner(row_ptr, tile, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Return a tile's first element, shape (rows, columns, matrix width), matrix, first row and first column."""
+def run_tile(tables, own, RULE: tl.constexpr, REVERSE: tl.constexpr, mode, own_mode):
+    """Apply a rule to a program's tile; `own` are the tables and `own_mode` the constants that the rule has besides."""
+    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr = tables
+    number = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSE else tl.program_id(0)
+    index = tl.load(tile_to_row_ptr + number).to(tl.int64)
+    if not common.takes_part(grads_ptr, apply_mask_ptr, index):
+        return
+    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     height, width = tl.load(row_ptr + layout.row.HEIGHT), tl.load(row_ptr + layout.row.WIDTH)
-    local = tile - tl.load(row_ptr + layout.row.FIRST_TILE)
-    across, down = tl.cdiv(width, WIDE), tl.cdiv(height, TALL)
+    local = number - tl.load(row_ptr + layout.row.FIRST_TILE)
+    across, down = tl.cdiv(width, mode.WIDE), tl.cdiv(height, mode.TALL)
     matrix = local // (across * down)
-    line, column = local // across % down * TALL, local % across * WIDE
+    line, column = local // across % down * mode.TALL, local % across * mode.WIDE
     start = (matrix * height + line) * width + column
-    high, wide = tl.minimum(height - line, TALL).to(tl.int32), tl.minimum(width - column, WIDE).to(tl.int32)
-    return start, (high, wide, width), matrix, line, column
+    high, wide = tl.minimum(height - line, mode.TALL).to(tl.int32), tl.minimum(width - column, mode.WIDE).to(tl.int32)
+    grad_ptr = grads_ptr + index
+    tile = Tile(number, index, row_ptr, option_ptr, grad_ptr, start, high, wide, width, matrix, line, column)
+    RULE(tile, own, mode, own_mode)
 
 
 @triton.jit
-def tile_at(row_ptr, tile, partials_ptr, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Return a tile's first element, its shape, and the positions of its partial sums of rows and columns."""
-    start, shape, matrix, line, column = corner(row_ptr, tile, TALL, WIDE)
-    height, width, matrices = (
-        tl.load(row_ptr + layout.row.HEIGHT),
-        tl.load(row_ptr + layout.row.WIDTH),
-        tl.load(row_ptr + layout.row.MATRICES),
-    )
-    row_part = (column // WIDE * matrices + matrix) * height + line
-    col_part = (line // TALL * matrices + matrix) * width + column
+def parts_at(tile, partials_ptr, mode):
+    """Return the positions of a tile's partial sums of rows and of columns."""
+    height, matrices = tl.load(tile.row_ptr + layout.row.HEIGHT), tl.load(tile.row_ptr + layout.row.MATRICES)
+    row_part = (tile.column // mode.WIDE * matrices + tile.matrix) * height + tile.line
+    col_part = (tile.line // mode.TALL * matrices + tile.matrix) * tile.width + tile.column
     return (
-        start,
-        shape,
-        partials_ptr + tl.load(row_ptr + layout.row.ROW_PARTS) + row_part,
-        partials_ptr + tl.load(row_ptr + layout.row.COL_PARTS) + col_part,
+        partials_ptr + tl.load(tile.row_ptr + layout.row.ROW_PARTS) + row_part,
+        partials_ptr + tl.load(tile.row_ptr + layout.row.COL_PARTS) + col_part,
     )
 
 
 @triton.jit
-def aligned(addresses, shape, VECTOR: tl.constexpr):
-    """Whether every row of a tile starts at a multiple of 16 bytes, in all its arrays."""
-    return (addresses % 16 == 0) & (shape[2] % VECTOR == 0)
+def row_averages(tile, COLUMN: tl.constexpr):
+    """Return a pointer to the averages of a tile's rows."""
+    # The height and the width are loaded again: as fields of the tile, they would take registers in the loops before.
+    return averages(tile.row_ptr, COLUMN, tile.matrix * tl.load(tile.row_ptr + layout.row.HEIGHT) + tile.line)
 
 
 @triton.jit
-def tile_block(i, shape, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+def column_averages(tile, COLUMN: tl.constexpr):
+    """Return a pointer to the averages of a tile's columns."""
+    return averages(tile.row_ptr, COLUMN, tile.matrix * tl.load(tile.row_ptr + layout.row.WIDTH) + tile.column)
+
+
+@triton.jit
+def aligned(addresses, tile, mode):
+    """Whether every row of a tile starts at a multiple of 16 bytes, in all its arrays."""
+    return (addresses % 16 == 0) & (tile.width % mode.VECTOR == 0)
+
+
+@triton.jit
+def tile_block(i, high, wide, width, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
     """Return offsets and mask of the elements of rows from the tile's `i`-th on, which are loaded VECTOR at a time."""
     lines, columns = i + tl.arange(0, ROWS), tl.arange(0, WIDE)
     # The quotients are exact, and show the compiler that the products are multiples.
-    starts = lines.to(tl.int64) * (shape[2] // VECTOR * VECTOR)
-    mask = (lines < shape[0])[:, None] & (columns < shape[1] // VECTOR * VECTOR)[None, :]
+    starts = lines.to(tl.int64) * (width // VECTOR * VECTOR)
+    mask = (lines < high)[:, None] & (columns < wide // VECTOR * VECTOR)[None, :]
     return starts[:, None] + columns[None, :], mask
+
+
+@triton.jit
+def rows_at(i, tile, FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return where a tile's rows from the `i`-th on are, each of which is within one block of codes."""
+    offsets, mask = tile_block(i, tile.high, tile.wide, tile.width, VECTOR, WIDE, ROWS)
+    if FORM == "":
+        return codec.Where(offsets, mask, offsets, mask, offsets, mask)
+    else:
+        lines = i + tl.arange(0, ROWS)
+        scales, has_scale = lines * tl.cdiv(tile.width, codec.CODES), lines < tile.high
+        if FORM == "int4":
+            HALF: tl.constexpr = (VECTOR + 1) // 2
+            halves, has_byte = tile_block(i, tile.high, tile.wide // 2, tile.width // 2, HALF, WIDE // 2, ROWS)
+            return codec.Where(offsets, mask, scales, has_scale, halves, has_byte)
+        else:
+            return codec.Where(offsets, mask, scales, has_scale, offsets, mask)
+
+
+@triton.jit
+def average_at(tile, S: tl.constexpr, FORM: tl.constexpr):
+    """Return the stored average of a tile: in 4 bits from its first byte on, and the scale of its first row."""
+    first = tile.start // tile.width * tl.cdiv(tile.width, codec.CODES) + tile.start % tile.width // codec.CODES
+    address, scales = (
+        tl.load(tile.row_ptr + columns.row.EXP_AVG),
+        tl.load(tile.row_ptr + columns.row.EXP_AVG_SCALE),
+    )
+    stored = common.at(address, tile.start // 2 if FORM == "int4" else tile.start, S)
+    return codec.Moment(stored, common.at(scales, first, tl.float32))
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -25,16 +27,37 @@ ONE_63RD = tl.constexpr(1 / 63)
 ONE_7TH = tl.constexpr(1 / 7)
 
 
+class Where(NamedTuple):
+    """Offsets and masks: of elements, of the scales of their blocks of codes, and of the bytes of codes of 4 bits.
+
+    What a form does not have is that of the elements.
+    """
+
+    offsets: Any
+    mask: Any
+    scales: Any
+    has_scale: Any
+    bytes: Any
+    has_byte: Any
+
+
+class Moment(NamedTuple):
+    """Pointers to a moment, and to the scales of its blocks."""
+
+    stored: Any
+    scales: Any
+
+
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return offsets and mask of a block of a chunk, and with codes, its blocks of codes and their mask.
+    """Return where a block of a chunk is.
 
     Without codes, offsets are relative to the chunk. With codes, every block of codes counts as a full one in a chunk,
-    whose elements begin at `first`, and offsets are relative to the tensor, whose rows have `inner` elements. If codes
-    are two to a byte, there are also offsets and mask of the bytes.
+    whose elements begin at `first`, and offsets are relative to the tensor, whose rows have `inner` elements.
     """
     if FORM == "":
-        return common.block(i, stop, BLOCK)
+        offsets, mask = common.block(i, stop, BLOCK)
+        return Where(offsets, mask, offsets, mask, offsets, mask)
     else:
         inner = inner.to(tl.int32)
         numbers = ((first + i) // CODES).to(tl.int32) + tl.arange(0, BLOCK // CODES)
@@ -43,10 +66,10 @@ def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, B
         line, block = (numbers // in_row).to(tl.int64), numbers % in_row
         offsets, mask = in_blocks(line, block, exist, inner, VECTOR, CODES)
         if FORM == "int4":
-            stored = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
-            return offsets, mask, numbers, exist, stored
+            halves, has_byte = in_blocks(line, block, exist, inner // 2, (VECTOR + 1) // 2, CODES // 2)
+            return Where(offsets, mask, numbers, exist, halves, has_byte)
         else:
-            return offsets, mask, numbers, exist
+            return Where(offsets, mask, numbers, exist, offsets, mask)
 
 
 @triton.jit
@@ -60,66 +83,57 @@ def in_blocks(line, block, exist, inner, VECTOR: tl.constexpr, LENGTH: tl.conste
 
 @triton.jit
 def moment_at(address_ptr, scales_ptr, start, S: tl.constexpr, FORM: tl.constexpr):
-    """Return pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor.
+    """Return a moment from an element on; its scales begin at the tensor.
 
     The arguments point to their addresses, in the table of rows.
     """
     if FORM == "":
-        return common.at(tl.load(address_ptr), start, S), scales_ptr
+        return Moment(common.at(tl.load(address_ptr), start, S), scales_ptr)
     else:
-        return common.at(tl.load(address_ptr), 0, S), common.at(tl.load(scales_ptr), 0, tl.float32)
+        return Moment(common.at(tl.load(address_ptr), 0, S), common.at(tl.load(scales_ptr), 0, tl.float32))
 
 
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of a stored moment, widened."""
     if FORM == "":
-        return common.read(moment[0], where[0], where[1], VECTOR).to(tl.float32)
+        return common.read(moment.stored, where.offsets, where.mask, VECTOR).to(tl.float32)
     else:
-        codes = read_codes(moment[0], stored_at(where, FORM), FORM, VECTOR)
-        return decoded(codes, tl.load(moment[1] + where[2], mask=where[3], other=0.0)[:, None], FORM)
+        codes = read_codes(moment.stored, where, FORM, VECTOR)
+        return decoded(codes, tl.load(moment.scales + where.scales, mask=where.has_scale, other=0.0)[:, None], FORM)
 
 
 @triton.jit
 def write_moment(moment, where, value, rng, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Store a block of a moment, and return the stored values; `rng` is for `encoded`."""
     if FORM == "":
-        return common.write(moment[0], where[0], where[1], value, VECTOR)
+        return common.write(moment.stored, where.offsets, where.mask, value, VECTOR)
     else:
-        codes, scale = encoded(value, where[1], rng, FORM)
-        tl.store(moment[1] + where[2], scale, mask=where[3])
-        codes = write_codes(moment[0], stored_at(where, FORM), codes, FORM, VECTOR)
+        codes, scale = encoded(value, where.mask, rng, FORM)
+        tl.store(moment.scales + where.scales, scale, mask=where.has_scale)
+        codes = write_codes(moment.stored, where, codes, FORM, VECTOR)
         return decoded(codes, scale[:, None], FORM)
 
 
 @triton.jit
-def stored_at(where, FORM: tl.constexpr):
-    """Return offsets and mask of the codes of one form as they are stored."""
-    if FORM == "int4":
-        return where[4]
-    else:
-        return where[0], where[1]
-
-
-@triton.jit
 def read_codes(pointer, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Return a block of codes that are stored at some offsets, with a mask."""
+    """Return a block of codes."""
     if FORM == "int4":
-        both = common.read(pointer, where[0], where[1], (VECTOR + 1) // 2).to(tl.int32)
+        both = common.read(pointer, where.bytes, where.has_byte, (VECTOR + 1) // 2).to(tl.int32)
         return signed_int4(tl.reshape(tl.join(both, both >> 4), (both.shape[0], both.shape[1] * 2)))
     else:
-        return common.read(pointer, where[0], where[1], VECTOR)
+        return common.read(pointer, where.offsets, where.mask, VECTOR)
 
 
 @triton.jit
 def write_codes(pointer, where, codes, FORM: tl.constexpr, VECTOR: tl.constexpr):
-    """Store a block of codes at some offsets, with a mask, and return the codes as they are stored."""
+    """Store a block of codes, and return the codes as they are stored."""
     if FORM == "int4":
         low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-        common.write(pointer, where[0], where[1], (low & 15) | (high & 15) << 4, (VECTOR + 1) // 2)
+        common.write(pointer, where.bytes, where.has_byte, (low & 15) | (high & 15) << 4, (VECTOR + 1) // 2)
         return codes
     else:
-        return common.write(pointer, where[0], where[1], codes, VECTOR)
+        return common.write(pointer, where.offsets, where.mask, codes, VECTOR)
 
 
 @triton.jit
@@ -147,7 +161,7 @@ def decoded(codes, scale, FORM: tl.constexpr):
 def encoded(values, mask, rng, FORM: tl.constexpr):
     """Return codes of some blocks, as integers or float32, and the scales; one that is not finite has scale NaN.
 
-    `rng` are the key of random bits, the first element and the offsets, by which some forms are dithered.
+    Some forms are dithered, by `rng`.
     """
     size = magnitude(values)
     # As integers, the bits of non-negative floats have the order of the floats, with NaN last.
@@ -172,7 +186,7 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
 @triton.jit
 def dithered(code, rng, MOST: tl.constexpr):
     """Return a number from 0 to MOST as one of the two integers beside it, by the dither of its element."""
-    return (in_65536ths(code, MOST) + weights.dither(rng[0], rng[1] + rng[2]).to(tl.int32)) >> 16
+    return (in_65536ths(code, MOST) + weights.dither(rng).to(tl.int32)) >> 16
 
 
 @triton.jit

@@ -30,6 +30,9 @@ class RowColumns:
         return [values[name] for name in self.names] + [0] * (ROW.value - len(self.names))
 
 
+ADDRESSES = {"EXP_AVG_SCALE": "exp_avg_scale", "EXP_AVG_SQ": "exp_avg_sq"}
+"""The columns of addresses of state tensors, or 0; an algorithm adds others."""
+
 row: Any = RowColumns(
     "SIZE",  # in elements
     "FIRST",  # its first chunk
@@ -40,7 +43,7 @@ row: Any = RowColumns(
     "NORMS",
     "COUNTS",  # 1 if this row advances `step`, which the slices of a parameter share
     "HYPER",  # its row in the table of hyper-parameters
-    "KEPT",  # the address of the aux state
+    "AUX",  # the address of the aux state
     "INNER",  # elements per index of dim 0, which blocks of codes do not cross
     "KEY",  # the key of its random bits
     "POSITION",  # the position of its first element in the whole parameter
@@ -48,6 +51,7 @@ row: Any = RowColumns(
     "RUNS",  # the number of such runs at distances of RUN_STEP
     "RUN_STEP",
     "RUNS_STEP",  # the distance from RUNS such runs to the next
+    *ADDRESSES,
 )
 """The columns that every algorithm has; its own come after these."""
 

@@ -55,17 +55,17 @@ def lamb_moments(
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     layer.run_chunk(
         (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, layer_layout.row.EXP_AVG_SQ), moments, moment_numbers, True,
+        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), moments, moment_numbers, True,
         layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE),
                    3 if DECAY_MODE == "ball" else 2),
     )  # fmt: skip
 
 
 @triton.jit
-def moment_numbers(option_ptr, factor_ptr):
+def moment_numbers(row_ptr, option_ptr, factor_ptr):
     """Return the numbers that `moments` takes."""
     return (
-        update_numbers(option_ptr, factor_ptr),
+        update_numbers(row_ptr, option_ptr, factor_ptr),
         common.number(option_ptr + layout.option.BETA1),
         common.number(option_ptr + layout.option.BETA2),
         common.number(option_ptr + layout.option.BETA3),
@@ -98,7 +98,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     if mode.OWN.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     if VECTOR != common.UNMASKED:
-        u = tl.where(place.where[1], u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
+        u = tl.where(place.where.mask, u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
     if writes_x:
         _stored = layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
     return layer.with_products(sums, x, u) if mode.OWN.DECAY_MODE == "ball" else layer.with_squares(sums, x, u)
@@ -162,7 +162,7 @@ def lamb_apply(
     CODES: tl.constexpr = 0 if M_FORM == "" else 4 if tl.float32 == X else 8
     layer.run_chunk(
         (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, layer_layout.row.EXP_AVG_SQ), step, update_numbers, False,
+        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), step, update_numbers, False,
         layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
         READS_G=False, CODES=CODES,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
 
 
 @triton.jit
-def update_numbers(option_ptr, factor_ptr):
+def update_numbers(_row_ptr, option_ptr, factor_ptr):
     """Return the tensor's factors of u, its decay, and the factor of x in decoupled decay and on the ball."""
     return (
         common.number(factor_ptr + layout.M_FACTOR),

@@ -85,7 +85,7 @@ def lars_apply(
 
 
 @triton.jit
-def numbers(option_ptr, factor_ptr):
+def numbers(_row_ptr, option_ptr, factor_ptr):
     """Return the numbers that the rules take; a tensor's own ones are stored before the second pass."""
     return (
         common.number(option_ptr + layout.option.NORM_DECAY),

@@ -217,7 +217,7 @@ class LaunchGroup(Generic[Options]):
                     NORMS=bucket.metrics_address(i),
                     COUNTS=step not in unique_steps,
                     HYPER=index,
-                    KEPT=sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]),
+                    AUX=sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]),
                     INNER=max(1, math.prod(x.shape[1:])),
                     **random_columns(bucket, i),
                     **own,

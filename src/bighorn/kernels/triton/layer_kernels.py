@@ -42,11 +42,20 @@ class Mode(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a block is: its offsets and mask, as `codec.blocks_at` returns them, pointers to x, and its random bits."""
+    """A block: where it is, its parameter, and what its random bits derive from."""
 
     where: Any
     weight: Any
     rng: Any
+
+
+class Chunk(NamedTuple):
+    """A chunk: its first element, the origin of its offsets, the elements of a row of its tensor, and its `RngKey`."""
+
+    first: Any
+    start: Any
+    inner: Any
+    rng_key: Any
 
 
 # ---- a pass over chunks ----------------------------------------------------------------------------------------------
@@ -64,13 +73,13 @@ def run_chunk(
     codes: with 8, the block is in one warp, whose threads find its scale without a barrier.
     """
     rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
-    chunk = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
+    program = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)
+    index = tl.load(program_to_row_ptr + program).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
     row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * layout.FACTOR
-    first, start, size = chunk_of(row_ptr, chunk, mode.M_FORM, mode.CHUNK)
+    first, start, size = chunk_of(row_ptr, program, mode.M_FORM, mode.CHUNK)
     g, addresses = tl.load(grads_ptr + index), weights.weight_addresses(row_ptr)
     for i in tl.static_range(len(moments)):
         addresses |= tl.load(row_ptr + moments[i])
@@ -80,10 +89,7 @@ def run_chunk(
         common.at(g, start, mode.G),
         moments_at(row_ptr, moments, start, mode),
     )
-    numbers = (
-        common.gradient_scale(scale_ptr, option_ptr),
-        NUMBERS(option_ptr, factor_ptr),
-    )
+    numbers = common.gradient_scale(scale_ptr, option_ptr), NUMBERS(row_ptr, option_ptr, factor_ptr)
     if FIRST_PASS:
         t = common.count(row_ptr)
         # Not in `run_tensor`, where another slice of a stacked parameter may have counted the step.
@@ -92,46 +98,48 @@ def run_chunk(
         t = tl.load(factor_ptr + layout.STEP_NUMBER)
     DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "int4"
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
-    positions = first, start, tl.load(row_ptr + columns.row.INNER), weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
+    rng_key = weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
+    chunk = Chunk(first, start, tl.load(row_ptr + columns.row.INNER), rng_key)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
     if not READS_G:
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
+        near = run_blocks(pointers, numbers, chunk, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
     elif g % 16 == 0:
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, VECTOR, mode)
+        near = run_blocks(pointers, numbers, chunk, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, VECTOR, mode)
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
-        near = run_blocks(pointers, numbers, positions, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
-    far = run_blocks(pointers, numbers, positions, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
+        near = run_blocks(pointers, numbers, chunk, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
+    far = run_blocks(pointers, numbers, chunk, whole, size, RULE, FIRST_PASS, READS_G, 1, 1, mode)
     for column in tl.static_range(mode.SUMS if FIRST_PASS else 0):
-        tl.store(sums_ptr + chunk * mode.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
+        tl.store(sums_ptr + program * mode.SUMS + column, tl.sum((near[column] + far[column]).to(tl.float64), 0))
 
 
 @triton.jit
 def run_blocks(
-    pointers, numbers, positions, first, stop, RULE: tl.constexpr, FIRST_PASS: tl.constexpr,
+    pointers, numbers, chunk, first, stop, RULE: tl.constexpr, FIRST_PASS: tl.constexpr,
     READS_G: tl.constexpr, VECTOR: tl.constexpr, G_VECTOR: tl.constexpr, mode,
 ):  # fmt: skip
     """Apply a rule to elements `first` to `stop` of a chunk; return its sums, one of each per lane."""
     AT_ONCE: tl.constexpr = mode.BLOCK // FEWER if VECTOR == 1 else mode.BLOCK
     zeros = tl.zeros((common.LANES,), tl.float64)
     sums = (zeros, zeros, zeros) if mode.SUMS == 3 else (zeros, zeros)
+    weight, gradient, moments = pointers
+    scale, of_rule = numbers
     for i in range(first, stop, AT_ONCE):
-        where = codec.blocks_at(positions[0], i, stop, positions[2], VECTOR, mode.M_FORM, AT_ONCE)
-        x = weights.read_weight(pointers[0], where[0], where[1], mode.ROUNDING, VECTOR)
-        g = common.gradient(pointers[1], where[0], where[1], numbers[0], G_VECTOR) if READS_G else x
-        place = Place(where, pointers[0], (positions[3], positions[1], where[0]))
+        where = codec.blocks_at(chunk.first, i, stop, chunk.inner, VECTOR, mode.M_FORM, AT_ONCE)
+        x = weights.read_weight(weight, where.offsets, where.mask, mode.ROUNDING, VECTOR)
+        g = common.gradient(gradient, where.offsets, where.mask, scale, G_VECTOR) if READS_G else x
+        place = Place(where, weight, weights.Rng(chunk.rng_key, chunk.start, where.offsets))
         if FIRST_PASS:
-            sums = RULE(x, g, pointers[2], numbers[1], place, VECTOR, mode, sums)
+            sums = RULE(x, g, moments, of_rule, place, VECTOR, mode, sums)
         else:
-            RULE(x, g, pointers[2], numbers[1], place, VECTOR, mode)
+            RULE(x, g, moments, of_rule, place, VECTOR, mode)
     return sums
 
 
 @triton.jit
 def moments_at(row_ptr, moments, start, mode):
     """Return pointers to the moments and to the scales of their blocks."""
-    found = (
-        codec.moment_at(row_ptr + columns.row.EXP_AVG, row_ptr + layout.row.EXP_AVG_SCALE, start, mode.S, mode.M_FORM),
-    )
+    scales_ptr = row_ptr + columns.row.EXP_AVG_SCALE
+    found = (codec.moment_at(row_ptr + columns.row.EXP_AVG, scales_ptr, start, mode.S, mode.M_FORM),)
     for i in tl.static_range(1, len(moments)):
         found += (
             codec.moment_at(row_ptr + moments[i], row_ptr + layout.row.EXP_AVG_SQ_SCALE, start, mode.V, mode.V_FORM),
@@ -156,7 +164,9 @@ def with_products(sums, x, u):
 @triton.jit
 def write_weight(place, x, VECTOR: tl.constexpr, mode):
     """Store a block of x, and return the stored values."""
-    return weights.write_weight(place.weight, place.where[0], place.where[1], x, place.rng, mode.ROUNDING, VECTOR)
+    return weights.write_weight(
+        place.weight, place.where.offsets, place.where.mask, x, place.rng, mode.ROUNDING, VECTOR
+    )
 
 
 @triton.jit

@@ -6,10 +6,10 @@ import triton.language as tl
 
 from bighorn.kernels.triton import columns
 
-ADDRESSES = {name.upper(): name for name in ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "radius")}
-"""The columns of addresses of state tensors, or 0; scales exist if moments are in blocks."""
+row: Any = columns.RowColumns("EXP_AVG_SQ_SCALE", "RADIUS", after=columns.row.names)
 
-row: Any = columns.RowColumns(*ADDRESSES, after=columns.row.names)
+ADDRESSES = columns.ADDRESSES | {"EXP_AVG_SQ_SCALE": "exp_avg_sq_scale", "RADIUS": "radius"}
+"""The columns of addresses of state tensors, or 0; scales exist if moments are in blocks."""
 
 # The table of factors: float64, one row per tensor; the columns after this belong to the algorithm.
 STEP_NUMBER = tl.constexpr(0)  # from 1, for the second pass

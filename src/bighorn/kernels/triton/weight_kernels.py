@@ -2,6 +2,8 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, no-check-untyped-defs
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,65 +14,92 @@ from bighorn.kernels.triton import common_kernels as common
 SMALLEST_NORMAL = tl.constexpr(rounding.SMALLEST_NORMAL)
 
 
+class Weight(NamedTuple):
+    """Pointers to a parameter and to its aux state."""
+
+    stored: Any
+    aux: Any
+
+
+class RngKey(NamedTuple):
+    """The key of a tensor's random bits, its step, the position of its first element in the whole parameter, its runs.
+
+    `runs` are length, number and distance of the runs of a shard, and the distance of the next so many; or one number
+    if all elements are consecutive.
+    """
+
+    key: Any
+    step: Any
+    first: Any
+    runs: Any
+
+
+class Rng(NamedTuple):
+    """What random bits of a block derive from: `rng_key`, the chunk's or tile's first element, and offsets from it."""
+
+    key: Any
+    start: Any
+    offsets: Any
+
+
 @triton.jit
 def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return pointers to a parameter and to its aux state, from an element on."""
-    KEPT: tl.constexpr = tl.int16 if ROUNDING == "kahan" else tl.int8 if ROUNDING == "kahan8" else tl.float32
-    return common.at(tl.load(row_ptr + columns.row.PARAM), start, X), common.at(
-        tl.load(row_ptr + columns.row.KEPT), start, KEPT
-    )
+    """Return a parameter, and its aux state, from an element on."""
+    AUX: tl.constexpr = tl.int16 if ROUNDING == "kahan" else tl.int8 if ROUNDING == "kahan8" else tl.float32
+    stored, aux = tl.load(row_ptr + columns.row.PARAM), tl.load(row_ptr + columns.row.AUX)
+    return Weight(common.at(stored, start, X), common.at(aux, start, AUX))
 
 
 @triton.jit
 def weight_addresses(row_ptr):
     """Return the bitwise or of the addresses of a parameter and of its aux state."""
-    return tl.load(row_ptr + columns.row.PARAM) | tl.load(row_ptr + columns.row.KEPT)
+    return tl.load(row_ptr + columns.row.PARAM) | tl.load(row_ptr + columns.row.AUX)
 
 
 @triton.jit
 def read_weight(weight, offsets, mask, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
     """Return the values that a parameter stands for, widened; 0 for elements outside the mask."""
-    stored = common.read(weight[0], offsets, mask, VECTOR).to(tl.float32)
+    stored = common.read(weight.stored, offsets, mask, VECTOR).to(tl.float32)
     if ROUNDING == "kahan" or ROUNDING == "kahan8":
-        UNIT: tl.constexpr = 1 if ROUNDING == "kahan" else 32 if tl.float16 == weight[0].dtype.element_ty else 256
-        shift = raised(stored, weight[0].dtype.element_ty)
+        UNIT: tl.constexpr = 1 if ROUNDING == "kahan" else 32 if tl.float16 == weight.stored.dtype.element_ty else 256
+        shift = raised(stored, weight.stored.dtype.element_ty)
         near = stored + shift
-        lost = common.read(weight[1], offsets, mask, VECTOR).to(tl.int32)
+        lost = common.read(weight.aux, offsets, mask, VECTOR).to(tl.int32)
         # A bfloat16 that a program has set to 0 keeps its compensation, and the bit patterns below 0's are NaN.
         lost = tl.where(near == 0, 0, lost * UNIT)
         return common.as_float(common.as_bits(near) + lost) - shift
     elif ROUNDING == "master":
-        master = common.read(weight[1], offsets, mask, VECTOR)
-        return tl.where(master.to(weight[0].dtype.element_ty).to(tl.float32) == stored, master, stored)
+        master = common.read(weight.aux, offsets, mask, VECTOR)
+        return tl.where(master.to(weight.stored.dtype.element_ty).to(tl.float32) == stored, master, stored)
     else:
         return stored
 
 
 @triton.jit
 def write_weight(weight, offsets, mask, value, rng, ROUNDING: tl.constexpr, VECTOR: tl.constexpr = 1):
-    """Store a parameter and its aux state; `rng` are the arguments of `random_bits` for "stochastic".
+    """Store a parameter and its aux state; "stochastic" takes random bits by `rng`.
 
     The stored values are returned, since Triton 3.3 compiles no call without a result under a condition.
     """
     if ROUNDING == "stochastic":
-        value = stochastic(value, random_bits(rng[0], rng[1], rng[2]), weight[0].dtype.element_ty)
+        value = stochastic(value, random_bits(rng), weight.stored.dtype.element_ty)
     if ROUNDING == "kahan8":
         return write_with_8_bits(weight, offsets, mask, value, VECTOR)
-    near = common.write(weight[0], offsets, mask, value, VECTOR)
+    near = common.write(weight.stored, offsets, mask, value, VECTOR)
     if ROUNDING == "kahan":
-        shift = raised(near, weight[0].dtype.element_ty)
+        shift = raised(near, weight.stored.dtype.element_ty)
         lost = common.as_bits(value + shift) - common.as_bits(near + shift)
         lost = tl.where(tl.abs(near) < float("inf"), tl.minimum(tl.maximum(lost, -(2**15)), 2**15 - 1), 0)
-        common.write(weight[1], offsets, mask, lost, VECTOR)
+        common.write(weight.aux, offsets, mask, lost, VECTOR)
     elif ROUNDING == "master":
-        common.write(weight[1], offsets, mask, value, VECTOR)
+        common.write(weight.aux, offsets, mask, value, VECTOR)
     return near
 
 
 @triton.jit
 def write_with_8_bits(weight, offsets, mask, value, VECTOR: tl.constexpr):
     """Store a parameter, and as its compensation the next 8 bits of a value; return the stored parameter."""
-    X: tl.constexpr = weight[0].dtype.element_ty
+    X: tl.constexpr = weight.stored.dtype.element_ty
     DROPPED: tl.constexpr = 13 if tl.float16 == X else 16
     UNIT: tl.constexpr = DROPPED - 8
     shift = raised(value, X)
@@ -78,11 +107,11 @@ def write_with_8_bits(weight, offsets, mask, value, VECTOR: tl.constexpr):
     # A half is rounded up, so that the lost part of a bfloat16 is -128 to 127 of its units.
     half = common.as_float((bits + (1 << (DROPPED - 1))) & -(1 << DROPPED)) - shift
     half = common.as_float((common.as_bits(half) & 0x7FFFFFFF) | (common.as_bits(value) & -(2**31)))
-    near = common.write(weight[0], offsets, mask, tl.where(tl.abs(value) < float("inf"), half, value), VECTOR)
+    near = common.write(weight.stored, offsets, mask, tl.where(tl.abs(value) < float("inf"), half, value), VECTOR)
     above = raised(near, X)
     lost = (common.as_bits(common.as_float(bits) - shift + above) - common.as_bits(near + above)) >> UNIT
     lost = tl.where(tl.abs(near) < float("inf"), tl.minimum(tl.maximum(lost, -128), 127), 0)
-    common.write(weight[1], offsets, mask, lost, VECTOR)
+    common.write(weight.aux, offsets, mask, lost, VECTOR)
     return near
 
 
@@ -111,12 +140,13 @@ def stochastic(value, bits, X: tl.constexpr):
 
 @triton.jit
 def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
-    """Return what random bits and dither at step `t` derive from: key and step, first position, and if CUT, runs.
+    """Return what random bits and dither of a tensor derive from at step `t`; without RANDOM, nothing that is read.
 
     CUT: the row may be a shard whose elements are not consecutive in the whole parameter.
     """
     if RANDOM:
-        key = tl.load(row_ptr + columns.row.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
+        key, step = tl.load(row_ptr + columns.row.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
+        first = tl.load(row_ptr + columns.row.POSITION)
         if CUT:
             runs = (
                 tl.load(row_ptr + columns.row.RUN),
@@ -124,19 +154,19 @@ def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
                 tl.load(row_ptr + columns.row.RUN_STEP),
                 tl.load(row_ptr + columns.row.RUNS_STEP),
             )
-            return key, tl.load(row_ptr + columns.row.POSITION), runs
+            return RngKey(key, step, first, runs)
         else:
-            return key, tl.load(row_ptr + columns.row.POSITION)
+            return RngKey(key, step, first, (first,))
     else:
         return row_ptr
 
 
 @triton.jit
-def random_bits(rng_key, start, offsets):
-    """Return 32 random bits for each of some elements, given their offsets in this shard."""
-    key, t = rng_key[0]
-    seed = mixed(key + t)
-    if len(rng_key) == 2 and offsets.dtype == tl.int32:
+def random_bits(rng):
+    """Return 32 random bits for each element of a block."""
+    rng_key, start, offsets = rng
+    seed = mixed(rng_key.key + rng_key.step)
+    if len(rng_key.runs) == 1 and offsets.dtype == tl.int32:
         # Less than 2^32 after the start, the high half of a position equals the start's or is one more.
         first = position_of(rng_key, start)
         low, high = first.to(tl.uint32), (first >> 32).to(tl.uint32)
@@ -149,22 +179,22 @@ def random_bits(rng_key, start, offsets):
 
 
 @triton.jit
-def dither(rng_key, elements):
-    """Return 16 bits for each of some elements, as `random_bits`, that are more evenly spread."""
-    key, t = rng_key[0]
-    position = position_of(rng_key, elements).to(tl.uint32)
-    return (key + t * tl.full((), 0x9E3779B9, tl.uint32) + position * tl.full((), 0xC13FA9A9, tl.uint32)) >> 16
+def dither(rng):
+    """Return 16 bits for each element of a block, as `random_bits`, that are more evenly spread."""
+    position = position_of(rng.key, rng.start + rng.offsets).to(tl.uint32)
+    spread = rng.key.step * tl.full((), 0x9E3779B9, tl.uint32) + position * tl.full((), 0xC13FA9A9, tl.uint32)
+    return (rng.key.key + spread) >> 16
 
 
 @triton.jit
 def position_of(rng_key, elements):
     """Return the positions of elements in the whole parameter, int64."""
-    position, first = elements.to(tl.int64), rng_key[1]
-    if len(rng_key) == 3:
-        runs = rng_key[2]
-        run = position // runs[0]
-        position += run % runs[1] * (runs[2] - runs[0]) + run // runs[1] * (runs[3] - runs[1] * runs[0])
-    return position + first
+    position = elements.to(tl.int64)
+    if len(rng_key.runs) > 1:
+        length, count, distance, far = rng_key.runs
+        run = position // length
+        position += run % count * (distance - length) + run // count * (far - count * length)
+    return position + rng_key.first
 
 
 @triton.jit

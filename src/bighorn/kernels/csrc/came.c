@@ -164,47 +164,64 @@ static double reduced_confidence(const FactoredJob *job, const FactoredShardSums
     return sum;
 }
 
+/* The stages of a shard's step. Each but the last ends with sums that are added up over all shards. */
+typedef enum { SECOND_MOMENT, SIZE_OF_UPDATE, MOMENTUM, APPLY } CameStage;
+
+/* Returns the stage after `round` reduction rounds. Only for a shard that is split both ways, no sums of lines give the
+ * size of u; for others SIZE_OF_UPDATE is left out, and APPLY comes a round sooner. */
+static CameStage stage_after(const FactoredShard *shard, int round) {
+    return (CameStage)(round > 0 && !is_split_both_ways(shard) ? round + 1 : round);
+}
+
+static void shard_second_moment(CameWork *c, const FactoredShardSums *to) {
+    FactoredWork *w = &c->work;
+    const FactoredJob *job = &w->job;
+    const int has_sizes = !is_split_both_ways(job->shard);
+    const double param = has_sizes ? param_square_sum(c) : 0, update = factored_second_moment(w);
+    if (w->thread > 0) return;
+    store_shard_average(job, &job->square, &job->ratio, to);
+    if (has_sizes) store_shard_square_sums(to, (FactoredSquareSums){update, param});
+}
+
+static void shard_size_of_update(CameWork *c, const FactoredShardSums *to) {
+    const double param = param_square_sum(c), update = factored_update_square_sum(&c->work);
+    if (c->work.thread == 0) store_shard_square_sums(to, (FactoredSquareSums){update, param});
+}
+
+static void shard_momentum(CameWork *c, FactoredSquareSums sums, const FactoredShardSums *to) {
+    const FactoredWork *w = &c->work;
+    if (!w->job.row->factored) {
+        momentum_and_apply(c, sums);
+        return;
+    }
+    set_clip(c, sums.update);
+    momentum(c);
+    const double of_shard = to->confidence ? confidence(c) : 0;
+    if (w->thread > 0) return;
+    store_shard_average(&w->job, &c->factors.residual, NULL, to);
+    if (to->confidence) *to->confidence = of_shard;
+}
+
+static void shard_apply(CameWork *c, double param_sum, const FactoredShardSums *residuals) {
+    if (!c->work.job.row->factored) return; /* its momentum has moved x */
+    factored_load_reduced(&c->work, &c->factors.residual, residuals);
+    set_step(c, param_sum, correction(c));
+    apply(c);
+    store_confidence(c, reduced_confidence(&c->work.job, residuals));
+}
+
 /* Does the part of a shard's step before a reduction round, or after the last one. */
 static void step_shard(CameWork *c, int round) {
     FactoredWork *w = &c->work;
     const FactoredJob *job = &w->job;
-    const int both_ways = is_split_both_ways(job->shard), factored = job->row->factored, stores = w->thread == 0;
     const FactoredShardSums squares = square_shard_sums(job), residuals = residual_shard_sums(job);
-    FactoredSquareSums sums;
-    switch (round > 0 && !both_ways ? round + 1 : round) {
-        case 0:
-            sums.param = both_ways ? 0 : param_square_sum(c);
-            sums.update = factored_second_moment(w);
-            if (stores) store_shard_average(job, &job->square, &job->ratio, &squares);
-            if (stores && !both_ways) store_shard_square_sums(&squares, sums);
-            break;
-        case 1: /* the shard is split both ways, so that no sums of lines give the size of u */
-            factored_load_reduced(w, &job->square, &squares);
-            sums.param = param_square_sum(c);
-            sums.update = factored_update_square_sum(w);
-            if (stores) store_shard_square_sums(&squares, sums);
-            break;
-        case 2: {
-            factored_load_reduced(w, &job->square, &squares);
-            sums = reduced_square_sums(job, &squares);
-            if (!factored) {
-                momentum_and_apply(c, sums);
-                break;
-            }
-            set_clip(c, sums.update);
-            momentum(c);
-            double here = residuals.confidence ? confidence(c) : 0;
-            if (stores) store_shard_average(job, &c->factors.residual, NULL, &residuals);
-            if (stores && residuals.confidence) *residuals.confidence = here;
-            break;
-        }
-        case 3:
-            if (!factored) break;
-            factored_load_reduced(w, &c->factors.residual, &residuals);
-            set_step(c, *squares.param, correction(c));
-            apply(c);
-            store_confidence(c, reduced_confidence(job, &residuals));
-            break;
+    const CameStage stage = stage_after(job->shard, round);
+    if (stage == SIZE_OF_UPDATE || stage == MOMENTUM) factored_load_reduced(w, &job->square, &squares);
+    switch (stage) {
+        case SECOND_MOMENT: shard_second_moment(c, &squares); break;
+        case SIZE_OF_UPDATE: shard_size_of_update(c, &squares); break;
+        case MOMENTUM: shard_momentum(c, reduced_square_sums(job, &squares), &residuals); break;
+        case APPLY: shard_apply(c, *squares.param, &residuals); break;
         default: /* the remaining rounds exist only for shards that are split both ways */ break;
     }
 }

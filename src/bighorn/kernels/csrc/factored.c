@@ -42,6 +42,13 @@ static int64_t tile_columns_of(const FactoredGrid *g) {
     return most < WIDE_COLUMNS ? most : WIDE_COLUMNS;
 }
 
+static enum UpdateSum update_sum_of(const FactoredGrid *g, const FactoredShard *shard) {
+    if (g->kind == WHOLE_MATRICES) return SUM_OF_TILES;
+    if (g->tiles_across == 1 && !(shard && shard->split_across)) return SUM_OF_COLUMNS;
+    if (g->tiles_across > 1 && g->tiles_down == 1 && !is_split(shard)) return SUM_OF_ROWS;
+    return SUM_OF_GRADIENT;
+}
+
 static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard) {
     FactoredGrid g = {
         .matrices = row->matrices,
@@ -52,12 +59,13 @@ static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard) 
         .tiles_down = 1,
         .tiles_across = 1,
         .tile_columns = row->width,
+        .kind = row->width < NARROW_COLUMNS ? SHORT_ROWS : LONG_ROWS,
     };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
-    g.whole = size <= PIECE_ELEMS;
     g.group = larger(1, GROUP_ELEMS / size);
-    if (g.whole) {
+    if (size <= PIECE_ELEMS) {
+        g.kind = WHOLE_MATRICES;
         g.per_tile = PIECE_ELEMS / size;
         g.group = larger(1, g.group / g.per_tile) * g.per_tile;
     } else {
@@ -69,8 +77,7 @@ static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard) 
     }
     g.tiles = (g.matrices + g.per_tile - 1) / g.per_tile * g.tiles_down * g.tiles_across;
     g.column_groups = (g.width + SUMMED_COLUMNS - 1) / SUMMED_COLUMNS;
-    g.read_once = !g.whole && g.tiles_across == 1 && !(shard && shard->split_across);
-    g.ratios_of_columns = g.tiles_across > 1 && g.tiles_down == 1 && !is_split(shard);
+    g.update_sum = update_sum_of(&g, shard);
     return g;
 }
 
@@ -88,7 +95,7 @@ static FactoredWorkspace places_in(const FactoredGrid *g, const FactoredShard *s
     const int64_t rows = g->tiles_across > 1 ? doubles_of(g->tiles_across * g->matrices * g->height) : 0;
     p.col_sums = p.row_sums + rows;
     p.ratio_sums = p.col_sums + columns;
-    p.means = p.ratio_sums + (g->read_once ? columns : g->ratios_of_columns ? rows : 0);
+    p.means = p.ratio_sums + (g->update_sum == SUM_OF_COLUMNS ? columns : g->update_sum == SUM_OF_ROWS ? rows : 0);
     p.ratios = p.means + (is_split(shard) ? g->matrices : 0);
     p.end = p.ratios + (is_split(shard) ? doubles_of(g->matrices * larger(g->height, g->width)) : 0);
     return p;
@@ -118,6 +125,7 @@ static void begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
     scratch->columns.matrix = -1;
     scratch->columns.factor = columns;
     scratch->sums.elements = columns + elems;
+    scratch->sums.pieces = columns + elems + PIECE_ELEMS;
     scratch->sums.ratios = columns + 2 * elems;
 }
 
@@ -212,7 +220,7 @@ void factored_finish(const FactoredWork *w, const FactoredAverage *average) {
         for (int64_t i = share_of(rows, w->thread, w->team); i < share_of(rows, w->thread + 1, w->team); i++) {
             const int64_t matrix = w->from + i / g->tiles_down;
             const double sum = w->loops->finish_rows(job, average, matrix, i % g->tiles_down);
-            if (g->ratios_of_columns) job->tile_sums[matrix] = sum;
+            if (g->update_sum == SUM_OF_ROWS) job->tile_sums[matrix] = sum;
         }
     if (g->tiles_down > 1)
         for (int64_t i = share_of(columns, w->thread, w->team); i < share_of(columns, w->thread + 1, w->team); i++) {
@@ -235,32 +243,39 @@ double factored_update_square_sum(FactoredWork *w) {
     return factored_total(w);
 }
 
+static double unfactored_second_moment(const FactoredWork *w) {
+    for (int64_t tile = w->first; tile < w->last; tile++)
+        w->job.tile_sums[tile] = w->loops->second_moment(&w->job, tile);
+    return factored_total(w);
+}
+
+/* Adds up the ratios of a shard, from which the sum of u^2 follows once other shards' are added. */
+static void shard_ratios(const FactoredWork *w) {
+    factored_wait(w);
+    for (int64_t tile = w->last; tile-- > w->first;) w->loops->ratios(&w->job, tile, w->columns);
+    factored_finish(w, &w->job.ratio);
+}
+
 double factored_second_moment(FactoredWork *w) {
-    const FactoredLoops *loops = w->loops;
     const FactoredJob *job = &w->job;
     const FactoredGrid *g = &job->grid;
     const int split = is_split(job->shard);
-    if (!job->row->factored) {
-        for (int64_t tile = w->first; tile < w->last; tile++)
-            job->tile_sums[tile] = loops->second_moment(&w->job, tile);
-        return factored_total(w);
-    }
+    if (!job->row->factored) return unfactored_second_moment(w);
     for (int64_t tile = w->first; tile < w->last; tile++) {
-        job->tile_sums[tile] = loops->squares(job, tile);
-        if (g->whole && !split) job->tile_sums[tile] = loops->update_square_sum(job, tile, w->columns);
+        job->tile_sums[tile] = w->loops->squares(job, tile);
+        if (g->update_sum == SUM_OF_TILES && !split)
+            job->tile_sums[tile] = w->loops->update_square_sum(job, tile, w->columns);
     }
     factored_finish(w, &job->square);
-    if (!split && !g->whole && !g->read_once && !g->ratios_of_columns) {
-        factored_wait(w);
-        return factored_update_square_sum(w);
+    if (split && !is_split_both_ways(job->shard) && g->update_sum != SUM_OF_COLUMNS) shard_ratios(w);
+    switch (split ? SUM_OF_TILES : g->update_sum) {
+        case SUM_OF_TILES: break;
+        case SUM_OF_COLUMNS:
+            if (g->tiles_down > 1) return total(w, 0, g->matrices * g->column_groups);
+            break;
+        case SUM_OF_ROWS: return total(w, 0, g->matrices);
+        case SUM_OF_GRADIENT: factored_wait(w); return factored_update_square_sum(w);
     }
-    if (split && !is_split_both_ways(job->shard) && !g->read_once) {
-        factored_wait(w);
-        for (int64_t tile = w->last; tile-- > w->first;) loops->ratios(&w->job, tile, w->columns);
-        factored_finish(w, &job->ratio);
-    }
-    if (g->ratios_of_columns) return total(w, 0, g->matrices);
-    if (g->read_once && g->tiles_down > 1) return total(w, 0, g->matrices * g->column_groups);
     return factored_total(w);
 }
 

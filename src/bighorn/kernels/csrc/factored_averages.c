@@ -21,7 +21,7 @@ double factored_row_mean(const FactoredJob *job, const FactoredAverage *average,
     const FactoredGrid *g = &job->grid;
     if (!average->row.values || !average->col.values) return ROOT_SCALE * ROOT_SCALE;
     if (average->means) return average->means[matrix];
-    const int by_columns = is_narrow(g) && !g->whole;
+    const int by_columns = g->kind == SHORT_ROWS;
     const float *values = by_columns ? average->col.values : average->row.values;
     const int64_t count = by_columns ? g->width : g->height;
     double sum = 0;
@@ -30,13 +30,26 @@ double factored_row_mean(const FactoredJob *job, const FactoredAverage *average,
     return sum / (double)count;
 }
 
+static void clear(float *values, int64_t n) { memset(values, 0, (size_t)n * sizeof(float)); }
+
 void factored_begin_tile(const FactoredJob *job, const FactoredTile *t, FactoredTileSums *s) {
-    const FactoredGrid *g = &job->grid;
     s->row = s->lines = 0;
-    if (!is_narrow(g)) memset(s->rows, 0, (size_t)t->rows * sizeof(double));
-    memset(s->elements, 0, (size_t)(is_narrow(g) ? 2 * PIECE_ELEMS : t->columns) * sizeof(float));
-    memset(s->ratios, 0, (size_t)(is_narrow(g) ? PIECE_ELEMS : g->read_once ? t->columns : 0) * sizeof(float));
-    if (g->whole) memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
+    switch (job->grid.kind) {
+        case LONG_ROWS:
+            memset(s->rows, 0, (size_t)t->rows * sizeof(double));
+            clear(s->elements, t->columns);
+            if (job->grid.update_sum == SUM_OF_COLUMNS) clear(s->ratios, t->columns);
+            break;
+        case SHORT_ROWS:
+            clear(s->elements, PIECE_ELEMS);
+            clear(s->pieces, PIECE_ELEMS);
+            clear(s->ratios, PIECE_ELEMS);
+            break;
+        case WHOLE_MATRICES:
+            clear(s->elements, PIECE_ELEMS);
+            memset(s->columns, 0, (size_t)(t->matrices * t->columns) * sizeof(double));
+            break;
+    }
 }
 
 /* Rows within the tile update their averages; partial sums of other rows are kept for `finish_rows`. */
@@ -64,7 +77,7 @@ static double update_columns(const FactoredJob *job, const FactoredAverage *aver
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int i = 0; i < n; i++) sums[i] += elements[tile * stride + i];
     update_averages(&average->col, matrix * g->width + first, n, sums);
-    if (!g->read_once || average != &job->square) return 0;
+    if (g->update_sum != SUM_OF_COLUMNS || average != &job->square) return 0;
     for (int64_t tile = 0; tile < tiles; tile++)
         for (int i = 0; i < n; i++) sums_of_ratios[i] += ratios[tile * stride + i];
     if (is_split(job->shard)) {
@@ -179,23 +192,45 @@ FORCE_INLINE_TEMPLATE void spread_means(int matrices, const int height, const in
      : (height) == 3 && (width) == 3 ? function(matrices, 3, 3, __VA_ARGS__) \
                                      : function(matrices, (int)(height), (int)(width), __VA_ARGS__))
 
-/* Adds the sums of a piece of rows of a narrow matrix. The sums of columns grow for each element of the piece, since
- * adding up short columns takes longer. */
-static void add_narrow_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
-                             const FactoredPiece *piece, FactoredTileSums *s) {
+static void add_long_rows(const FactoredPiece *piece, const float *row_sums, FactoredTileSums *s) {
+    for (int k = 0; k < piece->count; k++) s->rows[piece->row + k * piece->apart] += row_sums[k];
+}
+
+/* The sums of columns grow for each element of the piece, since adding up short columns takes longer. */
+static void add_short_rows(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                           const FactoredPiece *piece, FactoredTileSums *s) {
     const FactoredGrid *g = &job->grid;
     const int64_t first = t->matrix * g->height + t->row + s->row;
-    float *restrict elements = s->elements, *restrict sums = s->elements + PIECE_ELEMS;
+    float *restrict elements = s->elements, *restrict sums = s->pieces;
     fold_rows(piece->lines, (int)g->width, elements, s->rows);
     s->lines = piece->lines;
     factored_flush_rows(job, average, t, s);
-    if (g->read_once && average == &job->square)
+    if (g->update_sum == SUM_OF_COLUMNS && average == &job->square)
         FOR_WIDTH(add_ratios, piece->lines, g->width, elements, average->row.values + first, s->ratios);
 #pragma omp simd
     for (int i = 0; i < piece->n; i++) sums[i] += elements[i], elements[i] = 0;
 }
 
-/* Adds up the rows of a narrow tile's sums, halves at a time, into the first row. */
+static void add_matrices(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                         const FactoredPiece *piece, FactoredTileSums *s) {
+    const FactoredGrid *g = &job->grid;
+    s->lines = piece->lines;
+    FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
+    clear(s->elements, piece->n);
+    factored_flush_rows(job, average, t, s);
+}
+
+/* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
+void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                        const FactoredPiece *piece, const float *row_sums, FactoredTileSums *s) {
+    switch (job->grid.kind) {
+        case LONG_ROWS: add_long_rows(piece, row_sums, s); break;
+        case SHORT_ROWS: add_short_rows(job, average, t, piece, s); break;
+        case WHOLE_MATRICES: add_matrices(job, average, t, piece, s); break;
+    }
+}
+
+/* Adds up the rows of the sums of all pieces, halves at a time, into the first row. */
 static void fold_columns(int width, float *sums) {
     for (int height = PIECE_ELEMS / width; height > 1; height -= height / 2) {
         float *restrict first = sums;
@@ -205,54 +240,42 @@ static void fold_columns(int width, float *sums) {
     }
 }
 
-/* Adds the sums of a piece that was added to `elements`; `row_sums` are the sums of its rows. */
-void factored_add_piece(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
-                        const FactoredPiece *piece, const float *row_sums, FactoredTileSums *s) {
+/* Updates the averages of columns, or stores their sums if they extend over several tiles; returns the sum of u^2, if
+ * it is known. */
+static double end_columns(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
+                          const float *sums, const float *ratios) {
     const FactoredGrid *g = &job->grid;
-    if (!is_narrow(g)) {
-        for (int k = 0; k < piece->count; k++) s->rows[piece->row + k * piece->apart] += row_sums[k];
-        return;
+    double total = 0;
+    if (g->tiles_down > 1) {
+        const int64_t to = (t->down * g->matrices + t->matrix) * g->width + t->column;
+        memcpy(job->col_sums + to, sums, (size_t)t->columns * sizeof(float));
+        if (g->update_sum == SUM_OF_COLUMNS) memcpy(job->ratio_sums + to, ratios, (size_t)t->columns * sizeof(float));
+        return 0;
     }
-    if (!g->whole) {
-        add_narrow_piece(job, average, t, piece, s);
-        return;
+    for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
+        int n = (int)(t->columns - i < SUMMED_COLUMNS ? t->columns - i : SUMMED_COLUMNS);
+        total += update_columns(job, average, t->matrix, t->column + i, n, 1, 0, sums + i, ratios + i);
     }
-    s->lines = piece->lines;
-    FOR_SHAPE(fold, (int)t->matrices, g->height, g->width, s->elements, s->rows, s->columns);
-    memset(s->elements, 0, (size_t)piece->n * sizeof(float));
-    factored_flush_rows(job, average, t, s);
+    return total;
 }
 
 /* Stores the remaining sums of a tile; returns the sum of u^2, if it is known. */
 double factored_end_tile(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
                          FactoredTileSums *s) {
-    const FactoredGrid *g = &job->grid;
-    double total = 0;
     if (s->row < t->rows) {
         s->lines = (int)(t->rows - s->row);
         factored_flush_rows(job, average, t, s);
     }
-    if (g->whole) {
-        const int n = (int)(t->matrices * t->columns);
-        update_averages(&average->col, t->matrix * g->width, n, s->columns);
-        return 0;
+    switch (job->grid.kind) {
+        case SHORT_ROWS:
+            fold_columns((int)t->columns, s->pieces);
+            fold_columns((int)t->columns, s->ratios);
+            return end_columns(job, average, t, s->pieces, s->ratios);
+        case WHOLE_MATRICES:
+            update_averages(&average->col, t->matrix * job->grid.width, (int)(t->matrices * t->columns), s->columns);
+            return 0;
+        default: return end_columns(job, average, t, s->elements, s->ratios);
     }
-    if (is_narrow(g)) {
-        fold_columns((int)t->columns, s->elements + PIECE_ELEMS);
-        fold_columns((int)t->columns, s->ratios);
-        memcpy(s->elements, s->elements + PIECE_ELEMS, (size_t)t->columns * sizeof(float));
-    }
-    if (g->tiles_down == 1) {
-        for (int64_t i = 0; i < t->columns; i += SUMMED_COLUMNS) {
-            int n = (int)(t->columns - i < SUMMED_COLUMNS ? t->columns - i : SUMMED_COLUMNS);
-            total += update_columns(job, average, t->matrix, t->column + i, n, 1, 0, s->elements + i, s->ratios + i);
-        }
-    } else {
-        const int64_t to = (t->down * g->matrices + t->matrix) * g->width + t->column;
-        memcpy(job->col_sums + to, s->elements, (size_t)t->columns * sizeof(float));
-        if (g->read_once) memcpy(job->ratio_sums + to, s->ratios, (size_t)t->columns * sizeof(float));
-    }
-    return total;
 }
 
 /* Adds up the sums of rows in all tiles across a matrix. */
@@ -265,7 +288,7 @@ static void add_tiles_across(const FactoredGrid *g, const float *partial, int n,
 double factored_finish_rows(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t down) {
     const FactoredGrid *g = &job->grid;
     const int64_t from = share_of(g->height, down, g->tiles_down), to = share_of(g->height, down + 1, g->tiles_down);
-    const int has_ratios = g->ratios_of_columns && average == &job->square;
+    const int has_ratios = g->update_sum == SUM_OF_ROWS && average == &job->square;
     double sums[PIECE_ELEMS], total = 0;
     for (int64_t row = from; row < to; row += PIECE_ELEMS) {
         int n = (int)(to - row < PIECE_ELEMS ? to - row : PIECE_ELEMS);
@@ -297,7 +320,7 @@ static void column_factors(const float *restrict columns, int64_t first, int n, 
 void factored_set_columns(const FactoredJob *job, const FactoredAverage *average, const FactoredTile *t,
                           FactoredColumns *columns) {
     const FactoredGrid *g = &job->grid;
-    if (g->whole || (columns->matrix == t->matrix && columns->across == t->across)) return;
+    if (g->kind == WHOLE_MATRICES || (columns->matrix == t->matrix && columns->across == t->across)) return;
     if (columns->matrix != t->matrix) columns->root_mean = (float)sqrt(factored_row_mean(job, average, t->matrix));
     columns->matrix = t->matrix;
     columns->across = t->across;
@@ -313,13 +336,13 @@ void factored_set_factors(const FactoredJob *job, const FactoredAverage *average
     const FactoredGrid *g = &job->grid;
     const float *rows = average->row.values;
     const int64_t first = t->matrix * g->height + t->row + piece->row;
-    if (!is_narrow(g)) {
+    if (g->kind == LONG_ROWS) {
         f->c = columns->factor + piece->column, f->sum = piece->column == 0 ? columns->sum : 0;
         for (int k = 0; k < piece->count; k++) f->r[k] = row_factor(columns->root_mean, rows, first + k * piece->apart);
         return;
     }
     float r[PIECE_ELEMS], c[PIECE_ELEMS];
-    if (!g->whole) {
+    if (g->kind == SHORT_ROWS) {
         float sum = 0;
         for (int i = 0; i < piece->lines; i++) r[i] = row_factor(columns->root_mean, rows, first + i);
 #pragma omp simd reduction(+ : sum)

@@ -16,6 +16,18 @@ enum {
     INTERLEAVED_ROWS = 4,  /* rows of a wide matrix in one loop */
 };
 
+/* What a tile has: whole matrices; rows, several of which are in a piece; or rows of which a piece has a part. */
+enum FactoredKind { WHOLE_MATRICES, SHORT_ROWS, LONG_ROWS };
+
+/* How the sum of u^2 becomes known, before clipping. Where the lines of one direction are complete in a tile, one read
+ * of the gradient serves its squares, too. */
+enum UpdateSum {
+    SUM_OF_TILES,    /* another read of each tile, while it is in cache: WHOLE_MATRICES */
+    SUM_OF_COLUMNS,  /* rows are complete: q / row is added up for each column */
+    SUM_OF_ROWS,     /* columns are complete: q / col is added up for each row */
+    SUM_OF_GRADIENT, /* another read of the whole gradient */
+};
+
 /* The division of a tensor into tiles, which depends only on the tensor's shape: a tile has one or more whole matrices,
  * or a rectangle of one matrix; only long rows are divided. The order is matrix by matrix, and down before across, so
  * that neighbouring tiles share columns. */
@@ -25,10 +37,8 @@ typedef struct {
     int64_t tile_columns;
     int64_t group;         /* matrices that are processed together */
     int64_t column_groups; /* groups of SUMMED_COLUMNS columns in a matrix, for adding up the sums of its tiles */
-    int whole;             /* whether tiles have whole matrices */
-    /* Whether one read of the gradient serves both its squares and the size of u: rows are complete in a tile, so that
-     * q / row is added up for each column, or columns are, so that q / col is added up for each row. */
-    int read_once, ratios_of_columns;
+    enum FactoredKind kind;
+    enum UpdateSum update_sum;
 } FactoredGrid;
 
 /* One number for each row or each column: value <- old * value + scale * (sum over the line) + shift. */
@@ -51,14 +61,15 @@ typedef struct {
     float *factor;          /* 1 / sqrt(col) */
 } FactoredColumns;
 
-/* A tile's sums of rows and columns while they grow. In a wide matrix, `elements` and `ratios` (sums of q / row) are
- * per column. In others, `elements` has one piece, and if rows extend over several tiles, its second piece and `ratios`
- * have the sums of all pieces, per element. `columns` is for tiles of whole matrices. */
+/* A tile's sums of rows and columns while they grow. */
 typedef struct {
-    double rows[PIECE_ELEMS], columns[PIECE_ELEMS];
-    float *elements, *ratios;
-    int64_t row; /* the first of the `lines` in `rows` */
+    double rows[PIECE_ELEMS]; /* of the next `lines` rows, from `row` on */
+    int64_t row;
     int lines;
+    float *elements; /* to which loops add: LONG_ROWS: the sums of columns; else the elements of one piece */
+    float *pieces;   /* SHORT_ROWS: the sums of all pieces, by element */
+    float *ratios;   /* q / row, like the sums of columns, or like `pieces` */
+    double columns[PIECE_ELEMS]; /* WHOLE_MATRICES */
 } FactoredTileSums;
 
 /* The buffer of one of the pieces of a gradient that a loop reads together. */
@@ -90,7 +101,7 @@ typedef struct {
     double *means;     /* for a shard that is split: the `means` of its `FactoredAverage` */
     float *row_sums;   /* per tile across the matrix and row; not used if there is one */
     float *col_sums;   /* per tile down the matrix and column; not used if there is one */
-    float *ratio_sums; /* the same of q / row, or like `row_sums` of q / col, if the gradient is read once */
+    float *ratio_sums; /* SUM_OF_COLUMNS: the same of q / row; SUM_OF_ROWS: like `row_sums`, of q / col */
 } FactoredJob;
 
 /* The factor of roots of the ratios q / row and q / col, which can be small if the other average is small, and are at

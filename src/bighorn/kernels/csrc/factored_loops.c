@@ -112,7 +112,7 @@ static double squares(const FactoredJob *job, int64_t index) {
     FactoredGradBuffer *buffers = job->scratch->gradients;
     FactoredTileSums *sums = &job->scratch->sums;
     factored_begin_tile(job, &t, sums);
-    if (is_narrow(g)) {
+    if (g->kind != LONG_ROWS) {
         add_squares(job, &t, buffers, &t, sums);
         return factored_end_tile(job, &job->square, &t, sums);
     }
@@ -125,10 +125,10 @@ static double squares(const FactoredJob *job, int64_t index) {
         add_squares(job, &part, buffers, &t, sums);
         sums->lines = (int)part.rows;
         factored_flush_rows(job, &job->square, &t, sums);
-        if (g->read_once) add_ratios(job, &part, buffers, sums);
+        if (g->update_sum == SUM_OF_COLUMNS) add_ratios(job, &part, buffers, sums);
     }
     const double total = factored_end_tile(job, &job->square, &t, sums);
-    if (g->ratios_of_columns) add_ratios_of_columns(job, &t, buffers, sums);
+    if (g->update_sum == SUM_OF_ROWS) add_ratios_of_columns(job, &t, buffers, sums);
     return total;
 }
 

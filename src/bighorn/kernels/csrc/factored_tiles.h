@@ -32,13 +32,11 @@ typedef struct {
     int count, n, lines;
 } FactoredPiece;
 
-static inline int is_narrow(const FactoredGrid *g) { return g->whole || g->width < NARROW_COLUMNS; }
-
 /* Advances to the next piece. A zeroed piece advances to the first one; with a count of 1, pieces come one at a time.
  * Returns false after the last one. */
 static inline int next_piece(const FactoredGrid *g, const FactoredTile *t, FactoredPiece *s) {
     const int64_t rows = t->matrices * t->rows;
-    if (is_narrow(g)) {
+    if (g->kind != LONG_ROWS) {
         const int most = PIECE_ELEMS / (int)g->width;
         s->row += s->lines;
         s->lines = rows - s->row < most ? (int)(rows - s->row) : most;

@@ -1,5 +1,10 @@
-/* The rows of a layer-wise step: their chunks, and the call. The optimizer adds
- * its options and its loops; layerwise.h has the schedule. */
+/* The rows of a layer-wise step: their chunks, and the call. layerwise.h has the schedule.
+ *
+ * An optimizer Name adds, in this order:
+ * - the types NameOptions (options.h), NameFactors and NameLoops, and `name_loops` for each instruction set;
+ * - LAYER_OPTIMIZER(Name, name);
+ * - the functions `prepare`, `first` and `ratio` of a LayerwiseRule, and `second` or NULL;
+ * - LAYER_STEP(bighorn_name_step, NameOptions, second). */
 #ifndef BIGHORN_LAYER_ROWS_H
 #define BIGHORN_LAYER_ROWS_H
 
@@ -57,9 +62,8 @@ static inline LayerInfo layer_info(const LayerRows *s, int64_t row, int update_b
 
 /* ---- an optimizer's rows --------------------------------------------------------------------------------- */
 
-/* Declares for an optimizer, whose types are NameOptions, NameFactors and NameLoops: the tables of its loops for each
- * instruction set; NameLocals, what a thread computes once per row; and the function
- * `options_of`, which finds the options of a row. */
+/* Declares `name_loops_for`, which finds the loops for an instruction set; NameLocals, what a thread computes once per
+ * row; and `options_of`, which finds the options of a row. */
 #define LAYER_OPTIMIZER(Name, name)                                                                \
     TABLE_PER_ISA(Name##Loops, name##_loops)                                                       \
     typedef struct {                                                                               \
@@ -76,13 +80,10 @@ static inline LayerInfo layer_info(const LayerRows *s, int64_t row, int update_b
 /* The largest number of chunks in any of the rows in `order`, or in any row if that is NULL. */
 int64_t bighorn_layer_chunks(const LayerRow *rows, const Gradient *gradients, const int64_t *order, int64_t count);
 
-/* Defines the function of an optimizer, which has the functions `prepare`, `first` and `ratio` of a LayerwiseRule, and
- * passes `second`.
- *
- * The function makes one step of the `count` rows in `order`, the largest first, without counting it, or one phase of
- * it. If rows are shards, `sums`, two or three per row (LayerSums), are added up over all ranks between the two phases.
- * `partial` has two entries per chunk of the largest number of chunks in any row; the scratch may have any size. The
- * function allocates no memory, so it cannot fail. */
+/* Defines the function of an optimizer. It makes one step of the `count` rows in `order`, the largest first, without
+ * counting it, or one phase of it. If rows are shards, `sums`, two or three per row (LayerSums), are added up over all
+ * ranks between the two phases. `partial` has two entries per chunk of the largest number of chunks in any row; the
+ * scratch may have any size. The function allocates no memory, so it cannot fail. */
 #define LAYER_STEP(function, Options, second)                                                                        \
     static void step_row(void *step, int64_t row, const RowShare *share) {                                           \
         static const LayerwiseRule rule = {prepare, layer_chunk, first, ratio, second};                              \

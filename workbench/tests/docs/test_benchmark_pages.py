@@ -157,6 +157,35 @@ def test_the_readme_says_what_the_files_say() -> None:
     assert f"`Lamb` is {lamb:.1f}x faster than timm's, and one of `Came` {came:.1f}x faster than came-pytorch's" in text
 
 
+MACHINES = re.compile(r"Intel\s+Xeon|AMD\s+EPYC|AVX-?512|AVX2|(?<=with )\d+ [KM]B(?= of L2)")
+"""The words of pages for a machine: its processor, its instruction set and its cache."""
+
+
+def of_machine(path: Path) -> str:
+    """Return the environment and the machine of a result file, in the words of pages."""
+    saved = json.loads(path.read_text())
+    if "environment" not in saved:
+        return ""
+    caches = re.sub(r"\b2048K", "2 MB", saved["machine"]["caches"]) if "machine" in saved else ""
+    caches = re.sub(r"(\d)K", r"\1 KB", caches)
+    return f"{saved['environment']['processor']} {saved['environment']['instruction set']} {caches}".replace("(R)", "")
+
+
+WITH_FILES = [
+    path for pattern in ("*.md", "*/*.md", "*/results/*.md", "*/*/results/*.md") for path in ROOT.glob(pattern)
+]
+
+
+@for_every("page", WITH_FILES, ids=str)
+def test_a_paragraph_names_the_machine_of_its_file(page: Path) -> None:
+    """Tables were measured again on another machine, and the words above them stayed."""
+    for paragraph in re.split(r"\n\n|\n(?=[*|-] )", page.read_text()):
+        named = {" ".join(words.split()).replace("AVX-512", "AVX512") for words in MACHINES.findall(paragraph)}
+        for link in re.findall(r"\]\((\S*\.json)\)", paragraph) if named else ():
+            found = of_machine(page.parent / link)
+            assert not found or {words for words in named if words not in found} == set(), (link, paragraph)
+
+
 def test_the_losses_of_the_readme_are_those_of_the_curves() -> None:
     saved = json.loads(loss_curves.RESULT.read_text())
     assert saved["clean"] is True

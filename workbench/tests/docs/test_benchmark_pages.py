@@ -155,6 +155,9 @@ def test_the_readme_says_what_the_files_say() -> None:
     assert words in pages["docs/benchmarks.md"]
     lamb, came = found["timm Lamb"], found["came-pytorch"]
     assert f"`Lamb` is {lamb:.1f}x faster than timm's, and one of `Came` {came:.1f}x faster than came-pytorch's" in text
+    ours = {label: ratio["median"] for label, ratio in front.ratios("step-fp32", "bert_base").items()}
+    assert f"`Lamb` takes {ours['Lamb']:.1f} times as long as fused AdamW, and `Came` about as long" in text
+    assert 0.95 < ours["Came"] < 1.05
 
 
 MACHINES = re.compile(r"Intel\s+Xeon|AMD\s+EPYC|AVX-?512|AVX2|(?<=with )\d+ [KM]B(?= of L2)")
@@ -193,6 +196,13 @@ def test_the_losses_of_the_readme_are_those_of_the_curves() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     ends = [statistics.fmean(seed[-1][1] for seed in seeds.values()) for seeds in saved["curves"].values()]
     assert "loss after 294 steps: {:.2f}, {:.2f} and {:.2f}".format(*ends) in text
+    means = [
+        [statistics.fmean(loss for _, loss in points) for points in zip(*seeds.values(), strict=True)]
+        for seeds in saved["curves"].values()
+    ]
+    ahead = [adamw < min(others) for adamw, *others in zip(*means, strict=True)]
+    last = saved["curves"]["AdamW, fp32"]["1"][ahead.index(False, 1) - 1][0]
+    assert f"AdamW's is lower up to step {last}" in text
 
 
 def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> None:

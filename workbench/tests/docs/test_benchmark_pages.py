@@ -220,6 +220,15 @@ def test_the_page_of_precisions_says_what_was_measured() -> None:
     assert len(labels) == 15
     for label in labels:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
+    medians = [
+        {label: ratio["median"] for label, ratio in front.ratios("step-precision", shapes).items()}
+        for shapes in ("vit_small", "bert_base")
+    ]
+    bf16 = sorted(each["Lamb, fp32 states"] / each["Lamb"] for each in medians)
+    int8 = sorted(each["Lamb, int8 states"] / each["Lamb, fp32 states"] for each in medians)
+    text = " ".join(page.split())
+    assert "is {:.1f}x to {:.1f}x faster with bfloat16 moments than with float32 ones".format(*bf16) in text
+    assert "takes {:.1f} to {:.1f} times as long with int8".format(*int8) in text
 
 
 OPTIONS = {

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,7 +93,12 @@ def type_words(annotation: object) -> str:
     """Return a type without its modules."""
     if annotation is inspect.Parameter.empty:
         return ""
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    if isinstance(annotation, str):
+        text = annotation
+    elif inspect.isclass(annotation) and not typing.get_args(annotation):
+        text = annotation.__name__
+    else:
+        text = re.sub(r"~|\b(?:\w+\.)+(?=\w)", "", str(annotation))
     return text.replace("torch.dtype", "dtype").replace("typing.", "").replace(" | ", " or ")
 
 
@@ -111,8 +117,19 @@ def parameters(thing: Any) -> dict[str, inspect.Parameter]:
     return {name: each for name, each in signature.parameters.items() if name not in ("self", "cls", "unknown")}
 
 
+def returned(thing: Any) -> str:
+    """Return an arrow and the type that a function returns; nothing for a class, and for None."""
+    if inspect.isclass(thing):
+        return ""
+    annotation = inspect.signature(thing).return_annotation
+    words = type_words(annotation).replace(" or ", " | ")
+    if inspect.isgeneratorfunction(inspect.unwrap(thing)) and not inspect.isgeneratorfunction(thing):
+        words = words.replace("Iterator[", "ContextManager[")  # contextlib.contextmanager
+    return "" if words in ("", "None") else f" -> {words}"
+
+
 def signature_lines(name: str, thing: Any) -> list[str]:
-    """Return a call with all defaults, wrapped as code."""
+    """Return a call with all defaults, and the type that it returns, wrapped as code."""
     words, keyword_only = [], False
     for each in parameters(thing).values():
         if each.kind is each.KEYWORD_ONLY and not keyword_only:
@@ -121,11 +138,11 @@ def signature_lines(name: str, thing: Any) -> list[str]:
         star = "**" if each.kind is each.VAR_KEYWORD else "*" if each.kind is each.VAR_POSITIONAL else ""
         default = "" if each.default is each.empty else f"={default_words(each.default)}"
         words.append(f"{star}{each.name}{default}")
-    line = f"{name}({', '.join(words)})"
+    line = f"{name}({', '.join(words)}){returned(thing)}"
     if len(line) <= WIDTH:
         return [line]
     inside = textwrap.indent(textwrap.fill(", ".join(words), WIDTH - 4), " " * 4)
-    return [f"{name}(", inside, ")"]
+    return [f"{name}(", inside, f"){returned(thing)}"]
 
 
 def arguments(thing: Any, said: dict[str, str]) -> list[str]:
@@ -134,6 +151,22 @@ def arguments(thing: Any, said: dict[str, str]) -> list[str]:
     for name, words in said.items():
         lines.append(f"| `{name}` | {kind_and_default(given.get(name.lstrip('*')))} | {cell(words)} |")
     return [*lines, ""]
+
+
+def attributes(kind: Any, said: dict[str, str]) -> list[str]:
+    """Return the attributes of a class as a table."""
+    given, types = parameters(kind), dict[str, object]()
+    for one in reversed(kind.__mro__):
+        types |= inspect.get_annotations(one)
+        types |= {
+            name: inspect.signature(each.fget).return_annotation
+            for name, each in vars(one).items()
+            if isinstance(each, property) and each.fget is not None and inspect.isfunction(each.fget)
+        }
+    cells = {name: kind_and_default(given.get(name)) or cell(type_words(types.get(name, ""))) for name in said}
+    defaults = any(given[name].default is not inspect.Parameter.empty for name in said if name in given)
+    lines = [f"| attribute | {'type, default' if defaults else 'type'} | meaning |", "|---|---|---|"]
+    return [*lines, *(f"| `{name}` | {cells[name]} | {cell(words)} |" for name, words in said.items()), ""]
 
 
 def kind_and_default(parameter: inspect.Parameter | None) -> str:
@@ -200,10 +233,10 @@ def body(thing: Any, tabled: bool = False) -> list[str]:
     """Return what a docstring says, with its arguments as a table unless the page has one of them."""
     parts = sections(text_of(thing))
     lines = [parts[""], ""]
-    for heading in ("Args", "Attributes"):
+    for heading, table in (("Args", arguments), ("Attributes", attributes)):
         said = entries(parts.get(heading, ""))
         if said and not tabled:
-            lines += arguments(thing, {name: without_default(words) for name, words in said.items()})
+            lines += table(thing, {name: without_default(words) for name, words in said.items()})
     if "Returns" in parts:
         lines += [f"**Returns:** {' '.join(parts['Returns'].split())}", ""]
     if "Raises" in parts:
@@ -212,6 +245,13 @@ def body(thing: Any, tabled: bool = False) -> list[str]:
     if "Example" in parts:
         lines += ["<!-- fmt: off -->", "```pycon", parts["Example"], "```", "<!-- fmt: on -->", ""]
     return lines
+
+
+def is_made_by_others(kind: type[Any]) -> bool:
+    """Whether users do not call a class: a Protocol, or its docstring has attributes but not its arguments."""
+    said = sections(text_of(kind))
+    undocumented = parameters(kind).keys() - entries(said.get("Attributes", "")).keys()
+    return bool(getattr(kind, "_is_protocol", False) or ("Attributes" in said and "Args" not in said and undocumented))
 
 
 def reference(path: str, level: int = 3, tabled: bool = False) -> list[str]:
@@ -229,7 +269,7 @@ def reference(path: str, level: int = 3, tabled: bool = False) -> list[str]:
         return [*lines, variable_words(path), ""]
     if not inspect.getdoc(thing):
         raise ValueError(f"the public name {path} has no docstring")
-    if not (inspect.isclass(thing) and issubclass(thing, Exception | Warning)):
+    if not (inspect.isclass(thing) and (issubclass(thing, Exception | Warning) or is_made_by_others(thing))):
         lines += ["```text", *signature_lines(path.rpartition(".")[2], thing), "```", ""]
     lines += body(thing, tabled)
     if inspect.isclass(thing) and not issubclass(thing, Exception | Warning):

@@ -87,6 +87,7 @@ class SlowLayers:
         >>> for _ in range(2):
         ...     layer(torch.ones(3, 4)).sum().backward()
         ...     optimizer.step()
+        ...     optimizer.zero_grad()
         ...     slow.watch(optimizer)
         >>> slow.found(scalars(optimizer))  # the third report of a ratio this small names the layer
         []

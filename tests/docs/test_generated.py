@@ -67,6 +67,25 @@ def test_a_reference_has_signature_arguments_errors_and_example() -> None:
     assert "* `ValueError`: " in "\n".join(reference.reference("bighorn.status"))
 
 
+def test_a_reference_says_what_is_returned() -> None:
+    text = "\n".join(reference.reference("bighorn.offloading.OffloadedOptimizer"))
+    assert "\nexplain() -> str\n" in text
+    assert "\naccumulate() -> ContextManager[None]\n" in text
+    assert "\nzero_grad(set_to_none=True)\n" in text
+    assert "\n) -> Status\n" in "\n".join(reference.reference("bighorn.status"))
+
+
+def test_attributes_are_no_arguments() -> None:
+    """The arguments of a class that others make are left out, and a Protocol is not called."""
+    text = "\n".join(reference.reference("bighorn.offloading.OffloadedOptimizer"))
+    assert "OffloadedOptimizer(" not in text
+    assert "| attribute | type | meaning |\n|---|---|---|\n| `optimizer` | Optimizer | " in text
+    assert "Copies(" not in "\n".join(reference.reference("bighorn.offloading.Copies"))
+    text = "\n".join(reference.reference("bighorn.Fragment"))
+    assert "Fragment(name, shape, numel, start=0, offset=0)" in text
+    assert "| attribute | type, default | meaning |" in text
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_formulas_of_a_page_have_the_tags_of_the_code(name: str) -> None:
     source = Path(bighorn.__file__).parent / "kernels" / "reference" / f"{name}.py"

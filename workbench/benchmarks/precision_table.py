@@ -58,7 +58,7 @@ ROWS = [
     Row(Lamb, FLOAT32, "nearest", None, f"{TEXT}/lamb", "nothing", "memory does not matter"),
     Row(
         Lamb, FLOAT32, "nearest", "int8", f"{TEXT}/lamb-int8",
-        "updates are off by 3%, trust ratios by 0.1%", "you need a quarter of the memory",
+        "updates are off by 3%, trust ratios by 0.1%", "a quarter of AdamW's state is enough",
     ),
     Row(
         Lamb, FLOAT32, "nearest", "bfloat16", f"{TEXT}/lamb-bf16",
@@ -82,11 +82,11 @@ ROWS = [
     Row(Came, FLOAT32, "nearest", None, f"{CAME}/came-published", "nothing", "half of AdamW's state is enough"),
     Row(
         Came, FLOAT32, "nearest", "bfloat16", f"{CAME}/came-published-bf16",
-        "the momentum's last 16 bits", "you need a quarter of the memory",
+        "the momentum's last 16 bits", "a quarter of AdamW's state is enough",
     ),
     Row(
         Came, FLOAT32, "nearest", "int8", "came-published-int8-text.json/came-published-int8",
-        "the momentum is off by at most 0.4% of its block's largest", "you need an eighth of the memory",
+        "the momentum is off by at most 0.4% of its block's largest", "an eighth of AdamW's state is enough",
     ),
 ]  # fmt: skip
 

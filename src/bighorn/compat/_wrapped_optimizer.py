@@ -52,11 +52,11 @@ class WrappedOptimizer(Optimizer):
         self.opt.add_param_group(param_group)
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Register a hook of the optimizer, which runs before its step."""
+        """Register a hook that runs before the optimizer's step, and return its handle."""
         return self.opt.register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Register a hook of the optimizer, which runs after its step."""
+        """Register a hook that runs after the optimizer's step, and return its handle."""
         return self.opt.register_step_post_hook(hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -112,7 +112,7 @@ class WrappedOptimizer(Optimizer):
         vars(self).update(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer and of the scaler."""
+        """Return {"opt": the optimizer's state, "scaler": the scaler's, or {}}."""
         return {"opt": self.opt.state_dict(), "scaler": {} if self.scaler is None else self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ class Came(MindSporeOptimizer, bighorn.Came):
         super().add_param_group(param_group)
 
     def on_ranks(self, groups: list[dict[str, Any]], process_group: Any) -> Self:
-        """Return a fresh optimizer with the same options for this rank's share of the parameters, as the base class."""
+        """Return the base class's optimizer for this rank's share of the parameters, with the same `loss_scale`."""
         part = super().on_ranks(groups, process_group)
         part.loss_scale = self.loss_scale
         return part

@@ -262,7 +262,7 @@ class NaturalExpDecayLR(LearningRateSchedule):
 
     Args:
         learning_rate: The value at step 0, a float above 0.
-        decay_rate: The rate of each step, a float above 0.
+        decay_rate: The decay per step, a float above 0.
         decay_steps: The length of a stair, an int, at least 1.
         is_stair: Whether the value falls once in `decay_steps` steps and not at each. Default: False.
 
@@ -347,7 +347,7 @@ class _Manager(LossScaleManager):
 
 
 class FixedLossScaleManager(_Manager):
-    """MindSpore's FixedLossScaleManager, over `bighorn.FixedScale`: the scale is constant.
+    """MindSpore's FixedLossScaleManager, a constant scale (`bighorn.FixedScale`). Train with its `loss_scaler()`.
 
     Args:
         loss_scale: The scale, at least 1. Default: 128.0.
@@ -368,7 +368,9 @@ class FixedLossScaleManager(_Manager):
 
 
 class DynamicLossScaleManager(_Manager):
-    """MindSpore's DynamicLossScaleManager, over `bighorn.WindowScale`: the scale shrinks at every overflow.
+    """MindSpore's DynamicLossScaleManager, whose scale shrinks at every overflow (`bighorn.WindowScale`).
+
+    Train with its `loss_scaler()`.
 
     Args:
         init_loss_scale: The initial scale, at least 1. Default: 16777216.

@@ -42,7 +42,7 @@ class LAMBOptimizer(Lamb):
             parameter names. Default: None.
         params: The parameters, which TensorFlow finds in the graph: `model.named_parameters()`, or groups of such
             pairs. Tensors without names are accepted if nothing is excluded.
-        bias_correction: False: as in version 3 of the paper. Default: True.
+        bias_correction: As in `bighorn.Lamb`; False is version 3 of the paper. Default: True.
 
     Raises:
         TypeError: A value of a wrong type.
@@ -95,7 +95,7 @@ class _Manager(LossScaleManager):
 
 
 class FixedLossScaleManager(_Manager):
-    """npu_bridge's FixedLossScaleManager, over `bighorn.FixedScale`: the scale is constant.
+    """npu_bridge's FixedLossScaleManager, a constant scale (`bighorn.FixedScale`), for `NPUOptimizer`.
 
     Args:
         loss_scale: The scale, at least 1.
@@ -120,7 +120,7 @@ class FixedLossScaleManager(_Manager):
 
 
 class ExponentialUpdateLossScaleManager(_Manager):
-    """npu_bridge's ExponentialUpdateLossScaleManager, over `bighorn.ExponentialScale`.
+    """npu_bridge's ExponentialUpdateLossScaleManager (`bighorn.ExponentialScale`), for `NPUOptimizer`.
 
     Args:
         init_loss_scale: The initial scale, at least 1. The scale never falls below 1, and never overflows float32.
@@ -309,8 +309,9 @@ class NPUOptimizer(WrappedOptimizer):
 
         Raises:
             RuntimeError: The loss is scaled, and the gradients before were not applied.
-            ValueError: `var_list` has a tensor that is not a parameter of the optimizer; or the loss is scaled, and a
-                gradient is float16, for which `minimize` is; or `grad_loss`.
+            ValueError: `var_list` has a tensor that is not a parameter of the optimizer; the loss is scaled and a
+                gradient is float16 (with Bighorn's optimizers, call `minimize` without `var_list`); or `grad_loss` is
+                given.
 
         Source: tf.compat.v1.train.Optimizer.
 

@@ -80,6 +80,7 @@ def release_gradients(model: nn.Module, optimizer: Optimizer) -> Release:
         >>> for _ in range(3):
         ...     model(torch.ones(3, 64)).square().sum().backward()
         ...     optimizer.step()
+        ...     optimizer.zero_grad()
         >>> model.weight.grad is None, int(optimizer.state[model.weight]["step"])
         (True, 3)
     """

@@ -40,6 +40,7 @@ class OwnSchedule(LRScheduler):
         >>> for _ in range(2):
         ...     model(torch.ones(3, 4)).square().sum().backward()
         ...     optimizer.step()
+        ...     optimizer.zero_grad()
         ...     scheduler.step()
         ...     print(scheduler.get_last_lr())
         [0.5]

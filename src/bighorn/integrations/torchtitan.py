@@ -16,8 +16,8 @@ __all__ = ["OptimizersContainer"]
 class OptimizersContainer(Container):  # type: ignore[misc]
     """torchtitan's container, with dotted paths such as `bighorn.Lamb` as `optimizer_name`.
 
-    torchtitan accepts the names of a few optimizers, and passes `fused` and `foreach` to all of them. Here
-    `implementation` has no effect: torch's optimizers choose one themselves.
+    torchtitan's own accepts a few names, and passes `fused` and `foreach` to every optimizer. This one passes neither,
+    so `implementation` has no effect.
     """
 
     @dataclass(kw_only=True, slots=True)

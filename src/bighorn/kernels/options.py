@@ -61,7 +61,7 @@ def one_of(kind: Any) -> Option:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """The options of one bucket, without names and group keys, that every algorithm has."""
+    """The options that the kernels of every algorithm get for one bucket."""
 
     algorithm: ClassVar[str]
     """The name of the module that has the algorithm's kernels, in each backend."""

@@ -32,10 +32,10 @@ class Copies(Protocol):
         """Return memory of the host, as a tensor of bytes."""
 
     def to_host(self, pairs: Pairs) -> Arrival:
-        """Begin to copy to the host, after all work that this thread has queued on the device."""
+        """Begin to copy (host, device) pairs to the host, after the work on this thread's current stream."""
 
     def to_device(self, pairs: Pairs) -> Arrival:
-        """Begin to copy to the device."""
+        """Begin to copy (host, device) pairs to the device."""
 
 
 class AcceleratorCopies:
@@ -54,7 +54,7 @@ class AcceleratorCopies:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def to_host(self, pairs: Pairs) -> Arrival:
-        """Begin to copy to the host, after everything on this thread's current stream."""
+        """Begin to copy (host, device) pairs to the host, after the work on this thread's current stream."""
         self._outward.wait_stream(torch.accelerator.current_stream(self._device))
         with self._outward:
             for host, here in pairs:
@@ -62,7 +62,7 @@ class AcceleratorCopies:
         return self._outward.record_event()
 
     def to_device(self, pairs: Pairs) -> Arrival:
-        """Begin to copy to the device. The host has waited for everything that reads the old values."""
+        """Begin to copy (host, device) pairs to the device. The host has waited for all readers of the old values."""
         with self._inward:
             for host, here in pairs:
                 here.copy_(host, non_blocking=True)

@@ -261,7 +261,7 @@ class OffloadedOptimizer(Optimizer):
         self._read_written(self._setup.params)
 
     def explain(self) -> str:
-        """Return the optimizer's explanation, the places of tensors, the stepping threads, and the copies."""
+        """Return the inner `explain()`, the counts of tensors and threads, and the host's bytes."""
         inner = getattr(self.optimizer, "explain", None)
         params, worker = self._setup.params, self._worker
         cpus = f", on the {len(worker.cpus)} CPUs near the device" if worker.cpus else ""

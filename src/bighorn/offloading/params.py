@@ -42,7 +42,7 @@ class OffloadedParam:
     grad: Tensor
     """The gradient in the host's memory, of this rank's shard."""
     grad_of_host: Tensor
-    """The same as a gradient of `host`."""
+    """`grad`, with the type and layout of a gradient of `host`."""
     origin: torch.device
     """The device that the parameter was offloaded from."""
     grad_dtype: torch.dtype
@@ -217,7 +217,7 @@ def load_with_masters(optimizer: Optimizer, state_dict: dict[str, Any], params: 
 
 
 class SharedOptions:
-    """The same options in two lists of groups: programs write into the first, the optimizer reads the second.
+    """Options kept equal in two lists of groups: programs write into the first, the optimizer reads the second.
 
     Args:
         groups: The groups with the model's parameters.

@@ -41,7 +41,7 @@ class Entry:
     fragment: FlatView | None = None
     """The part of `param` that is stepped, if that is a flat tensor."""
     state_parts: Mapping[str, FlatView] = field(default_factory=dict)
-    """The same of each tensor of its state."""
+    """By name, the part of each state tensor that is stepped, if `param` is a flat tensor."""
 
     @property
     def holders(self) -> list[int] | None:

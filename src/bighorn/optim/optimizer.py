@@ -255,7 +255,9 @@ class KernelOptimizer(Reports):
         self.step_param(parameter, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters. It also ends a step that a trainer's hooks began by `step_param`.
+        """Reset the gradients of all parameters.
+
+        If hooks called `step_param(param, group)`, this ends their step as `step()` would.
 
         Args:
             set_to_none: Whether gradients become None in place of zeros. Default: True.

@@ -318,7 +318,7 @@ def alike(tensors: Sequence[Tensor]) -> Guard:
 
 
 def alike_by_attributes(tensors: Sequence[Tensor]) -> Guard:
-    """The same check for versions of torch without `TensorGuards`."""
+    """Return the guard of `tensors` for versions of torch without `TensorGuards`."""
     attributes = _attributes(tensors)
     return lambda others: attributes == _attributes(others)
 

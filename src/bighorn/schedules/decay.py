@@ -43,11 +43,11 @@ class Exponential(Schedule):
 @knows_its_keywords
 @dataclass(frozen=True)
 class NaturalExp(Schedule):
-    """lr * exp(-decay_rate * floor(s / n) * n), where n is `stair_steps`; without stairs lr * exp(-decay_rate * s).
+    """lr * exp(-decay_rate * floor(s / n) * n), where n is `stair_steps`; with n = 1, lr * exp(-decay_rate * s).
 
     Args:
         lr: The value at step 0.
-        decay_rate: The rate of each step, above 0.
+        decay_rate: The decay per step, above 0.
         stair_steps: Steps that share a value, at least 1. Default: 1.
 
     Example:

@@ -14,7 +14,7 @@ from bighorn.schedules.checks import CHECKS, check_value
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """The base class of all schedules.
+    """The base class of all schedules. In their formulas s is the step, counted from 0.
 
     Raises:
         TypeError: An argument, or the step, is of a wrong type.
@@ -100,7 +100,7 @@ class WarmUp(Schedule):
     Args:
         lr: The value after the warm-up.
         warmup_steps: W, at least 1.
-        from_zero: Whether the value of step 0 is 0, which changes nothing. If not, s is counted from 1: step 0 gets
+        from_zero: Whether step 0 has the value 0 and moves no weight. If not, s is counted from 1: step 0 gets
             lr / W, and step W - 1 gets `lr`. Default: True.
 
     Example:

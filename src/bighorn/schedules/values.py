@@ -71,7 +71,7 @@ class Values(Schedule):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Values:
-        """Return the values of any iterable: a list, a generator, a 1-D tensor or array. It is read to its end at once.
+        """Return a schedule of the numbers in a list, a generator, a 1-D tensor or an array, which is read at once.
 
         Args:
             values: Numbers in the order of the steps, at least 1 and at most 4194304 of them (2**22).

@@ -170,7 +170,7 @@ class Classification:
 
     Args:
         train: Inputs and classes, samples along dim 0. The model gets the inputs as stored, such as bytes.
-        test: The same for the test.
+        test: Inputs and classes of the test set.
         description: The source of the data. Default: ""
         model: A function that returns a new model. Default: the method of a subclass
 

@@ -155,6 +155,38 @@ def test_the_readme_says_what_the_files_say() -> None:
     assert words in pages["docs/benchmarks.md"]
     lamb, came = found["timm Lamb"], found["came-pytorch"]
     assert f"`Lamb` is {lamb:.1f}x faster than timm's, and one of `Came` {came:.1f}x faster than came-pytorch's" in text
+    ours = {label: ratio["median"] for label, ratio in front.ratios("step-fp32", "bert_base").items()}
+    assert f"`Lamb` takes {ours['Lamb']:.1f} times as long as fused AdamW, and `Came` about as long" in text
+    assert 0.95 < ours["Came"] < 1.05
+
+
+MACHINES = re.compile(r"Intel\s+Xeon|AMD\s+EPYC|AVX-?512|AVX2|(?<=with )\d+ [KM]B(?= of L2)")
+"""The words of pages for a machine: its processor, its instruction set and its cache."""
+
+
+def of_machine(path: Path) -> str:
+    """Return the environment and the machine of a result file, in the words of pages."""
+    saved = json.loads(path.read_text())
+    if "environment" not in saved:
+        return ""
+    caches = re.sub(r"\b2048K", "2 MB", saved["machine"]["caches"]) if "machine" in saved else ""
+    caches = re.sub(r"(\d)K", r"\1 KB", caches)
+    return f"{saved['environment']['processor']} {saved['environment']['instruction set']} {caches}".replace("(R)", "")
+
+
+WITH_FILES = [
+    path for pattern in ("*.md", "*/*.md", "*/results/*.md", "*/*/results/*.md") for path in ROOT.glob(pattern)
+]
+
+
+@for_every("page", WITH_FILES, ids=str)
+def test_a_paragraph_names_the_machine_of_its_file(page: Path) -> None:
+    """Tables were measured again on another machine, and the words above them stayed."""
+    for paragraph in re.split(r"\n\n|\n(?=[*|-] )", page.read_text()):
+        named = {" ".join(words.split()).replace("AVX-512", "AVX512") for words in MACHINES.findall(paragraph)}
+        for link in re.findall(r"\]\((\S*\.json)\)", paragraph) if named else ():
+            found = of_machine(page.parent / link)
+            assert not found or {words for words in named if words not in found} == set(), (link, paragraph)
 
 
 def test_the_losses_of_the_readme_are_those_of_the_curves() -> None:
@@ -164,6 +196,13 @@ def test_the_losses_of_the_readme_are_those_of_the_curves() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
     ends = [statistics.fmean(seed[-1][1] for seed in seeds.values()) for seeds in saved["curves"].values()]
     assert "loss after 294 steps: {:.2f}, {:.2f} and {:.2f}".format(*ends) in text
+    means = [
+        [statistics.fmean(loss for _, loss in points) for points in zip(*seeds.values(), strict=True)]
+        for seeds in saved["curves"].values()
+    ]
+    ahead = [adamw < min(others) for adamw, *others in zip(*means, strict=True)]
+    last = saved["curves"]["AdamW, fp32"]["1"][ahead.index(False, 1) - 1][0]
+    assert f"AdamW's is lower up to step {last}" in text
 
 
 def test_the_words_for_the_picture_of_accuracies_are_those_of_the_files() -> None:
@@ -181,6 +220,15 @@ def test_the_page_of_precisions_says_what_was_measured() -> None:
     assert len(labels) == 15
     for label in labels:
         assert f"| {label} | {' | '.join(column[label] for column in columns)} |" in page
+    medians = [
+        {label: ratio["median"] for label, ratio in front.ratios("step-precision", shapes).items()}
+        for shapes in ("vit_small", "bert_base")
+    ]
+    bf16 = sorted(each["Lamb, fp32 states"] / each["Lamb"] for each in medians)
+    int8 = sorted(each["Lamb, int8 states"] / each["Lamb, fp32 states"] for each in medians)
+    text = " ".join(page.split())
+    assert "is {:.1f}x to {:.1f}x faster with bfloat16 moments than with float32 ones".format(*bf16) in text
+    assert "takes {:.1f} to {:.1f} times as long with int8".format(*int8) in text
 
 
 OPTIONS = {

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from bighorn_workbench.footprint import FOOTPRINTS, Named, Weights, predicted, total_of
 from bighorn_workbench.shapes import SHAPES
+
+if TYPE_CHECKING:  # a program in this folder does not find the tests
+    from workbench.tests.command_line import Invoke
 
 DOCS = Path(__file__).parents[3] / "docs"
 SETS = ("bert_base", "vit_small", "resnet50", "efficientnet_b0", "llama_1b", "llama_7b")
@@ -104,6 +108,28 @@ def written(page: str) -> str:
 @pytest.mark.parametrize("page", TABLES)
 def test_the_figures_are_those_that_are_predicted(page: str) -> None:
     assert (DOCS / f"{page}.md").read_text() == written(page)
+
+
+@pytest.mark.parametrize("page", ["../README.md", "fit-the-model.md"])
+def test_the_lines_of_a_page_are_printed(page: str, invoke: Invoke) -> None:
+    """A page may leave lines out, and shorten one with "..."."""
+    text = (DOCS / page).read_text()
+    [shown] = re.findall(r"^```text\n(llama_7b: .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    [command, *_] = re.findall(r"bighorn (memory --shapes llama_7b [^\n`]*)", text)
+    printed = invoke(*command.split()).output.splitlines()
+    for line in shown.splitlines():
+        whole = line.removesuffix("...")
+        assert any(each == line or (whole != line and each.startswith(whole)) for each in printed), line
+
+
+def test_the_readme_says_what_fits_in_8_gb(invoke: Invoke) -> None:
+    text = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert "For `llama_1b` in 8 GB, also in bf16, Came in int8 and int4 fits and AdamW does not." in text
+    printed = invoke("memory", "--shapes", "llama_1b", "--precision", "bf16", "--gpu-memory", "8GB").output
+    [fits] = [line for line in printed.splitlines() if line.startswith("Fits in")]
+    yes, _, no = fits.partition("with released gradients")
+    assert "came-int8, came-int4" in yes
+    assert " adamw" in no.partition("no:")[2]
 
 
 if __name__ == "__main__":

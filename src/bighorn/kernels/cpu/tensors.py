@@ -38,7 +38,7 @@ def describe_gradient(g: Tensor) -> Any:
 
 
 def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> Any:
-    """Return how the weights of row `i` of a bucket are stored, and their `position_layout`."""
+    """Return the C structure `Weights` of row `i`. It points into `positions`, which must outlive it."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (bucket.first_position(i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return library.STRUCTURES["Weights"](

@@ -47,11 +47,11 @@ GROUP_BYTES = 1 << 30
 """The bytes of a group's temporaries, its largest tensor's apart: a larger model is stepped in several groups."""
 
 CACHED_BYTES = 1 << 24
-"""The same on a CPU, whose cache holds them; calls cost it little."""
+"""The same limit on a CPU, so that temporaries stay in its cache; more groups cost little there."""
 
 
 def temporary_bytes(bucket: Bucket[Options]) -> int:
-    """Return the temporaries of an element in a step, which `tests/device/test_counts.py` measures."""
+    """Return the bytes of temporaries per element, as `tests/device/test_counts.py` measures them."""
     o, x = bucket.options, bucket.params[0]
     if o.int4:
         return 26
@@ -65,7 +65,7 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
 
 
 def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the rows of each group. A shard counts as its whole tensor, so that the groups are alike on all ranks."""
+    """Yield groups of rows with bounded temporaries. Shards count as whole tensors, so ranks form equal groups."""
     rows: list[int] = []
     limit = CACHED_BYTES if bucket.metrics.device.type == "cpu" else GROUP_BYTES
     total = largest = 0

@@ -46,7 +46,7 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
 
     Args:
         weight_sum: The sum of squares of x.
-        norm_sum: The same for the gradient, or of the gradient with its decay for `denominator="joint"`.
+        norm_sum: The sum of squares of the gradient; with its decay for `denominator="joint"`.
         options: The options of the bucket.
     """
     o = options

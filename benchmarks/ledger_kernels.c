@@ -74,7 +74,7 @@ int main(int count, char **arguments) {
         .lr_in_momentum = 1,
         .adapt = 1,
     };
-    const LayerRow lamb = {
+    const LayerSlot lamb = {
         .weights = weights,
         .exp_avg = zeros(4 * ELEMS),
         .exp_avg_sq = zeros(4 * ELEMS),
@@ -92,7 +92,7 @@ int main(int count, char **arguments) {
         .clip_threshold = 1,
         .weight_decay = 0.01,
     };
-    const FactoredRow came = {
+    const FactoredSlot came = {
         .weights = weights,
         .exp_avg = lamb.exp_avg,
         .exp_avg_scale = lamb.exp_avg_scale,

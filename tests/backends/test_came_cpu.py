@@ -110,7 +110,7 @@ def test_narrow_matrices_of_each_width() -> None:
 def workspace(shape: tuple[int, int, int], threads: int) -> int:
     """Return the bytes of workspace for a tensor, without creating the tensor."""
     matrices, height, width = shape
-    weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "FactoredRow", "Gradient"))
+    weights, row, gradient = (library.STRUCTURES[name] for name in ("Weights", "FactoredSlot", "Gradient"))
     rows = (row * 1)(row(weights=weights(type=TYPES[torch.float32]), matrices=matrices, height=height, width=width))
     gradients = (gradient * 1)(gradient(size=matrices * height * width))
     return 8 * int(loaded().bighorn_factored_workspace(rows, None, gradients, 1, ctypes.c_int(threads)))

@@ -21,9 +21,9 @@ from bighorn.kernels.cpu.tensors import ROUNDING_MODES
 from bighorn.kernels.options import LambOptions
 from bighorn.kernels.triton import came, came_shards, device, lamb, launch_group, tables, tiles
 from bighorn.kernels.triton import columns as of_tables
-from bighorn_workbench.shapes import SHAPES
 from tests.support.buckets import OPTIONS, Cuts, Shape, bucket, everything, on_ranks, same, stepped
 from tests.support.cases import set_gradients
+from tests.support.models import MODELS
 from tests.support.tables import for_every
 from tests.support.triton_interpreter import compiled, interpreted, only_the_first_and_the_last
 
@@ -205,7 +205,7 @@ def test_tables_are_made_anew_only_when_something_moved(monkeypatch: pytest.Monk
     set_gradients(params, [torch.ones(20), torch.ones(30)])
     optimizer = Lamb(params, backend="triton")
     optimizer.step()
-    assert len(made) == 4  # rows, program_to_row of chunks, addresses of gradients, options
+    assert len(made) == 4  # rows, program_to_slot of chunks, addresses of gradients, options
     optimizer.step()
     assert len(made) == 4
     optimizer.param_groups[0]["lr"] = 0.5
@@ -290,30 +290,28 @@ def test_tables_wait_for_each_stream_that_reads_them(monkeypatch: pytest.MonkeyP
         kernel.prepare()
     (part,) = kernel.groups
     assert isinstance(part, came_shards.CameShardLaunchGroup)
-    for table in (part.rows, part.program_to_row, part.partials, part.grads, part.by_row.here, part.by_col.positions):
+    for table in (part.slots, part.program_to_slot, part.partials, part.grads, part.by_row.here, part.by_col.positions):
         assert {(table.data_ptr(), "first"), (table.data_ptr(), "second")} <= recorded
     assert kernel.uploads.streams == ["first", "second"]
 
 
 def test_a_row_has_a_value_for_each_column() -> None:
-    row = of_tables.RowColumns("FIRST", "SECOND", after=("ZEROTH",))
-    assert row.pack(SECOND=2, ZEROTH=0, FIRST=1) == [0, 1, 2] + [0] * (of_tables.ROW.value - 3)
+    row = of_tables.SlotColumns("FIRST", "SECOND", after=("ZEROTH",))
+    assert row.pack(SECOND=2, ZEROTH=0, FIRST=1) == [0, 1, 2] + [0] * (of_tables.SLOT.value - 3)
     assert row.SECOND.value == 2  # type: ignore[attr-defined]
     for values in ({"ZEROTH": 0, "FIRST": 1}, {"ZEROTH": 0, "FIRST": 1, "SECOND": 2, "THIRD": 3}):
         with pytest.raises(KeyError, match=r"SECOND|THIRD"):
             row.pack(**values)
 
 
-@for_every(
-    ("name", "dtype"), itertools.product(("bert_large", "vit_small", "resnet50", "llama_1b", "one"), (F32, BF16))
-)
+@for_every(("name", "dtype"), itertools.product(MODELS, (F32, BF16)))
 def test_partial_sums_are_few(name: str, dtype: torch.dtype) -> None:
     """Partial sums take a bounded fraction of the memory of the parameters."""
-    shapes = [torch.Size(shape) for shape in SHAPES[name]()]
+    shapes = [torch.Size(shape) for shape in MODELS[name]]
     area = tiles.area_of(sum(shape.numel() for shape in shapes))
     cuts = [tiles.tile_grid(shape, "matrix", area) for shape in shapes]
     factored = [cut for cut in cuts if 2 * (cut.height + cut.width) < cut.height * cut.width]
-    scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.pieces for cut in factored)
+    scratch = sum(4 * (cut.row_parts + cut.col_parts) + 24 * cut.tiles + 12 * cut.strips for cut in factored)
     assert scratch <= 0.02 * dtype.itemsize * sum(shape.numel() for shape in shapes)
 
 
@@ -327,7 +325,7 @@ def leave_out(of: Bucket[Any], missing: set[int]) -> None:
 def present(of: Bucket[Any]) -> Bucket[Any]:
     """Return a bucket of the rows with a gradient; it shares their tensors, but not the metrics."""
     rows = [i for i, g in enumerate(of.grads) if g is not None]
-    columns = ("params", "grads", "steps", "unique_steps", "shards", "param_ids", "row_offsets")
+    columns = ("params", "grads", "steps", "unique_steps", "shards", "param_ids", "slot_offsets")
     chosen: dict[str, Any] = {name: [column[i] for i in rows] for name in columns if (column := getattr(of, name))}
     state = {name: [column[i] for i in rows] for name, column in of.state.items()}
     return replace(of, state=state, metrics=of.metrics[rows], **chosen)

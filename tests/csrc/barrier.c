@@ -1,4 +1,4 @@
-/* The barrier and the distribution of rows, for ThreadSanitizer; this driver needs only run.c. */
+/* The barrier and the distribution of slots, for ThreadSanitizer; this driver needs only run.c. */
 #include "team.h"
 
 enum { ROUNDS = 300, SHARED_ROWS = 3, ROWS = 100 };
@@ -18,30 +18,30 @@ static void meet(int thread, int team, void *data) {
     }
 }
 
-/* ---- the distribution of rows ---------------------------------------------------------------------------- */
+/* ---- the distribution of slots ---------------------------------------------------------------------------- */
 
 static int visits[ROWS][THREADS];
 
-static void visit(void *data, int64_t row, const RowShare *share) {
+static void visit(void *data, int64_t slot, const SlotShare *share) {
     (void)data;
-    visits[row][share->part]++;
-    check(share->parts == (row < SHARED_ROWS ? THREADS : 1), "all threads share the large rows and no others");
+    visits[slot][share->part]++;
+    check(share->parts == (slot < SHARED_ROWS ? THREADS : 1), "all threads share the large slots and no others");
 }
 
-static void visit_rows(int thread, int team, void *data) { for_each_row(data, thread, team, visit, NULL); }
+static void visit_rows(int thread, int team, void *data) { for_each_slot(data, thread, team, visit, NULL); }
 
 static void distribute(void) {
     static Gradient gradients[ROWS];
     static int64_t order[ROWS];
-    for (int64_t row = 0; row < ROWS; row++) {
-        order[row] = row;
-        gradients[row].size = row < SHARED_ROWS ? 2000 : 1000;
+    for (int64_t slot = 0; slot < ROWS; slot++) {
+        order[slot] = slot;
+        gradients[slot].size = slot < SHARED_ROWS ? 2000 : 1000;
     }
-    RowQueue queue = {.order = order, .gradients = gradients, .count = ROWS, .shared_min_elems = 1000};
+    SlotQueue queue = {.order = order, .gradients = gradients, .count = ROWS, .shared_min_elems = 1000};
     run_parallel(&RUN, PARALLEL_MIN_ELEMS, visit_rows, &queue);
-    for (int row = 0; row < ROWS; row++)
+    for (int slot = 0; slot < ROWS; slot++)
         for (int part = 0; part < THREADS; part++)
-            check(visits[row][part] == (row < SHARED_ROWS || part == 0), "each part of each row is visited once");
+            check(visits[slot][part] == (slot < SHARED_ROWS || part == 0), "each part of each slot is visited once");
 }
 
 int main(void) {

@@ -11,17 +11,17 @@
 #include <string.h>
 
 enum { LAYER_SUMS = 3 }; /* the numbers in LayerSums of layerwise.h */
-enum { STEPS = 2, MAX_ROWS = 512, SCRATCH_BYTES = 1 << 20 };
+enum { STEPS = 2, MAX_SLOTS = 512, SCRATCH_BYTES = 1 << 20 };
 
 /* ---- memory ---------------------------------------------------------------------------------------------- */
 
-static void *allocated[16 * MAX_ROWS];
+static void *allocated[16 * MAX_SLOTS];
 static int allocations;
 
 /* Zeros in a separate allocation, so that AddressSanitizer detects an access past the end. */
 static void *zeros(int64_t count, size_t size) {
     void *memory = calloc((size_t)(count ? count : 1), size);
-    if (!memory || allocations == 16 * MAX_ROWS) abort();
+    if (!memory || allocations == 16 * MAX_SLOTS) abort();
     return allocated[allocations++] = memory;
 }
 
@@ -61,12 +61,12 @@ static const struct {
 };
 enum { STORED_WAYS = sizeof STORED / sizeof STORED[0] };
 
-static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
+static Weights weights_of(int slot, int64_t height, int64_t width, int stored) {
     const int64_t size = height * width;
     Weights w = {
-        .data = values(size, STORED[stored].type, 7u * (uint32_t)row + 1),
+        .data = values(size, STORED[stored].type, 7u * (uint32_t)slot + 1),
         .offset = 5,
-        .param_id = (uint32_t)row,
+        .param_id = (uint32_t)slot,
         .type = STORED[stored].type,
         .rounding = STORED[stored].rounding,
     };
@@ -81,46 +81,48 @@ static Weights weights_of(int row, int64_t height, int64_t width, int stored) {
 
 static const int GRAD_TYPES[] = {FLOAT32, BFLOAT16, FLOAT16, FLOAT32};
 
-/* ---- rows of both optimizers ------------------------------------------------------------------------------ */
+/* ---- slots of both optimizers ------------------------------------------------------------------------------ */
 
-static Gradient gradients[MAX_ROWS];
-static void *grads[MAX_ROWS];
-static int64_t order[MAX_ROWS];
-static float steps[MAX_ROWS], norms[MAX_ROWS][3];
-static float *counts[MAX_ROWS];
-static int rows;
+static Gradient gradients[MAX_SLOTS];
+static void *grads[MAX_SLOTS];
+static int64_t order[MAX_SLOTS];
+static float steps[MAX_SLOTS], norms[MAX_SLOTS][3];
+static float *counts[MAX_SLOTS];
+static int slots;
 
-/* Adds the gradient of the next row; rows must be added largest first. */
+/* Adds the gradient of the next slot; slots must be added largest first. */
 static void add_gradient(int64_t height, int64_t width, int type) {
     const int64_t size = height * width;
-    if (rows == MAX_ROWS) abort();
-    steps[rows] = 0;
-    counts[rows] = &steps[rows];
-    order[rows] = rows;
-    grads[rows] = values(size, type, 31u * (uint32_t)rows + 11);
-    gradients[rows] = (Gradient){.size = size, .type = type};
-    rows++;
+    if (slots == MAX_SLOTS) abort();
+    steps[slots] = 0;
+    counts[slots] = &steps[slots];
+    order[slots] = slots;
+    grads[slots] = values(size, type, 31u * (uint32_t)slots + 11);
+    gradients[slots] = (Gradient){.size = size, .type = type};
+    slots++;
 }
 
 static void check_square_sum(void) {
     int64_t blocks = 0;
-    for (int i = 0; i < rows; i++) blocks += chunks_in(gradients[i].size);
-    check(bighorn_square_sum(&RUN, gradients, grads, rows, zeros(blocks, sizeof(double))) > 0, "gradients have a norm");
+    for (int i = 0; i < slots; i++) blocks += chunks_in(gradients[i].size);
+    check(bighorn_square_sum(&RUN, gradients, grads, slots, zeros(blocks, sizeof(double))) > 0,
+          "gradients have a norm");
 }
 
 typedef struct {
     double figures[4];
 } Results;
 
-/* Prints every sixteenth row, and adds up all rows. */
-static void add_result(Results *all, const char *name, int row, const Weights *weights) {
-    const float *n = norms[row];
-    const double figures[4] = {n[0], n[1], n[2], mean_magnitude(weights, gradients[row].size)};
+/* Prints every sixteenth slot, and adds up all slots. */
+static void add_result(Results *all, const char *name, int slot, const Weights *weights) {
+    const float *n = norms[slot];
+    const double figures[4] = {n[0], n[1], n[2], mean_magnitude(weights, gradients[slot].size)};
     for (int i = 0; i < 4; i++) {
         check(isfinite(figures[i]), "results are finite");
         all->figures[i] += figures[i];
     }
-    if (row % 16 == 0) printf("%s-%d %.7g %.7g %.7g %.7g\n", name, row, figures[0], figures[1], figures[2], figures[3]);
+    if (slot % 16 == 0)
+        printf("%s-%d %.7g %.7g %.7g %.7g\n", name, slot, figures[0], figures[1], figures[2], figures[3]);
 }
 
 static void print_results(const Results *all, const char *name) {
@@ -141,24 +143,24 @@ static const struct {
     {"adagrad", SECOND_MOMENT_ADAGRAD, BIAS_CORRECTION_FALSE, DECAY_MODE_L2, 0, 0},
 };
 
-static LayerRow layer_rows[MAX_ROWS];
+static LayerSlot layer_slots[MAX_SLOTS];
 
 static void add_layer(int64_t height, int64_t width, int stored, int state_type) {
     const int64_t size = height * width, scales = height * blocks_in_row(width);
     const bool in_blocks = state_type >= INT8;
-    layer_rows[rows] = (LayerRow){
-        .weights = weights_of(rows, height, width, stored),
+    layer_slots[slots] = (LayerSlot){
+        .weights = weights_of(slots, height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_sq = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
         .exp_avg_sq_scale = in_blocks ? zeros(scales, sizeof(float)) : NULL,
         .inner = in_blocks ? width : 0,
-        .step = &steps[rows],
-        .metrics = norms[rows],
+        .step = &steps[slots],
+        .metrics = norms[slots],
         .radius = zeros(1, sizeof(float)),
         .state_type = state_type,
     };
-    add_gradient(height, width, GRAD_TYPES[rows % 4]);
+    add_gradient(height, width, GRAD_TYPES[slots % 4]);
 }
 
 enum LambMoments { IN_FLOATS, IN_BLOCKS };
@@ -183,40 +185,40 @@ static void step_lamb(int variant, enum LambMoments moments) {
         .second_moment = LAMBS[variant].second_moment,
         .maximize = variant == 2,
     };
-    rows = 0;
+    slots = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
         for (int stored = 0; stored < (i ? STORED_WAYS : 1); stored++)
             for (int k = 0; k < 2; k++)
                 if (types[moments][k] != INT4 || SHAPES[i][1] % 2 == 0)
                     add_layer(SHAPES[i][0], SHAPES[i][1], stored, types[moments][k]);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
-    double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_slots, gradients, NULL, slots), sizeof(double));
+    double *sums = zeros(LAYER_SUMS * slots, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     check_square_sum();
     for (int step = 0; step < STEPS; step++) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
-            bighorn_lamb_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
+            bighorn_lamb_step(&RUN, &options, layer_slots, gradients, grads, order, slots, 0.5, partial, scratch,
                               SCRATCH_BYTES, phase, sums, LAYER_SUMS);
-        bighorn_advance(counts, rows);
+        bighorn_advance(counts, slots);
     }
     Results all = {0};
     char name[24];
     snprintf(name, sizeof name, "%s%s", LAMBS[variant].name, moments == IN_BLOCKS ? "-blocks" : "");
-    for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
+    for (int i = 0; i < slots; i++) add_result(&all, name, i, &layer_slots[i].weights);
     print_results(&all, name);
     free_all();
 }
 
 /* ---- CAME ------------------------------------------------------------------------------------------------ */
 
-static FactoredRow came_rows[MAX_ROWS];
-static FactoredShard shards[MAX_ROWS];
+static FactoredSlot came_slots[MAX_SLOTS];
+static FactoredShard shards[MAX_SLOTS];
 
 static void add_came(int64_t matrices, int64_t height, int64_t width, int stored, int state_type, bool factored) {
     const int64_t size = matrices * height * width, scales = matrices * height * blocks_in_row(width);
-    came_rows[rows] = (FactoredRow){
-        .weights = weights_of(rows, matrices * height, width, stored),
+    came_slots[slots] = (FactoredSlot){
+        .weights = weights_of(slots, matrices * height, width, stored),
         .exp_avg = zeros(size, bytes_of(state_type)),
         .exp_avg_scale = state_type >= INT8 ? zeros(scales, sizeof(float)) : NULL,
         .exp_avg_sq = factored ? NULL : zeros(size, sizeof(float)),
@@ -224,22 +226,22 @@ static void add_came(int64_t matrices, int64_t height, int64_t width, int stored
         .exp_avg_sq_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
         .exp_avg_res_row = factored ? zeros(matrices * height, sizeof(float)) : NULL,
         .exp_avg_res_col = factored ? zeros(matrices * width, sizeof(float)) : NULL,
-        .step = &steps[rows],
-        .metrics = norms[rows],
+        .step = &steps[slots],
+        .metrics = norms[slots],
         .matrices = matrices,
         .height = height,
         .width = width,
         .state_type = state_type,
         .factored = factored,
     };
-    add_gradient(matrices * height, width, GRAD_TYPES[rows % 4]);
+    add_gradient(matrices * height, width, GRAD_TYPES[slots % 4]);
 }
 
 /* All shards are in this process, one per tensor, so their sums are complete. */
-static void add_shard(int row, int split_down, int split_across) {
-    const FactoredRow *r = &came_rows[row];
+static void add_shard(int slot, int split_down, int split_across) {
+    const FactoredSlot *r = &came_slots[slot];
     const int64_t lines = r->matrices * (r->height + r->width);
-    shards[row] = (FactoredShard){
+    shards[slot] = (FactoredShard){
         .matrices = r->matrices,
         .height = r->height,
         .width = r->width,
@@ -248,7 +250,7 @@ static void add_shard(int row, int split_down, int split_across) {
         .leads_down = 1,
         .leads_across = 1,
     };
-    for (int round = 0; round < 3; round++) shards[row].sums[round] = zeros(2 * lines + 2, sizeof(double));
+    for (int round = 0; round < 3; round++) shards[slot].sums[round] = zeros(2 * lines + 2, sizeof(double));
 }
 
 static void step_came(int split_down, int split_across, bool sharded) {
@@ -266,27 +268,27 @@ static void step_came(int split_down, int split_across, bool sharded) {
         .bias_correction = 1,
         .scale_parameter = 1,
     };
-    rows = 0;
+    slots = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++) {
         const int64_t *shape = SHAPES[i];
         for (int k = 0; k < (i ? 8 : 1); k++)
             add_came(shape[0], shape[1], shape[2], (k + (int)i) % STORED_WAYS,
                      k == 2 && shape[2] % 2 == 0 ? INT4 : STATE_TYPES[k % 4], k < 6);
     }
-    for (int i = 0; i < rows; i++) add_shard(i, split_down, split_across);
-    double *beta2s = zeros(rows, sizeof(double));
-    for (int i = 0; i < rows; i++) beta2s[i] = 0.999;
+    for (int i = 0; i < slots; i++) add_shard(i, split_down, split_across);
+    double *beta2s = zeros(slots, sizeof(double));
+    for (int i = 0; i < slots; i++) beta2s[i] = 0.999;
     const FactoredShard *given = sharded ? shards : NULL;
-    double *workspace = zeros(bighorn_factored_workspace(came_rows, given, gradients, rows, THREADS), sizeof(double));
+    double *workspace = zeros(bighorn_factored_workspace(came_slots, given, gradients, slots, THREADS), sizeof(double));
     for (int step = 0; step < STEPS; step++) {
         for (int round = 0; round < (sharded ? 4 : 1); round++)
-            bighorn_came_step(&RUN, &options, came_rows, given, gradients, grads, beta2s, order, rows, 0.5, round,
+            bighorn_came_step(&RUN, &options, came_slots, given, gradients, grads, beta2s, order, slots, 0.5, round,
                               workspace);
-        bighorn_advance(counts, rows);
+        bighorn_advance(counts, slots);
     }
     const char *name = !sharded ? "came" : split_down && split_across ? "both" : split_down ? "down" : "across";
     Results all = {0};
-    for (int i = 0; i < rows; i++) add_result(&all, name, i, &came_rows[i].weights);
+    for (int i = 0; i < slots; i++) add_result(&all, name, i, &came_slots[i].weights);
     print_results(&all, name);
     free_all();
 }
@@ -308,23 +310,23 @@ static void step_lars(int variant) {
         .maximize = variant,
         .rounding_seed = 1ull << 40,
     };
-    rows = 0;
+    slots = 0;
     for (size_t i = 0; i < sizeof SHAPES / sizeof SHAPES[0]; i++)
         for (int stored = 0; stored < STORED_WAYS; stored++)
             for (int k = 0; k < 2; k++) add_layer(SHAPES[i][0], SHAPES[i][1], stored, k ? BFLOAT16 : FLOAT32);
-    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_rows, gradients, NULL, rows), sizeof(double));
-    double *sums = zeros(LAYER_SUMS * rows, sizeof(double));
+    double *partial = zeros(2 * LAYER_SUMS * bighorn_layer_chunks(layer_slots, gradients, NULL, slots), sizeof(double));
+    double *sums = zeros(LAYER_SUMS * slots, sizeof(double));
     void *scratch = zeros(SCRATCH_BYTES, 1);
     for (int step = 0; step < STEPS; step++) {
         const int first = step == 1 ? PHASE_FIRST : PHASE_BOTH, last = step == 1 ? PHASE_SECOND : PHASE_BOTH;
         for (int phase = first; phase <= last; phase++)
-            bighorn_lars_step(&RUN, &options, layer_rows, gradients, grads, order, rows, 0.5, partial, scratch,
+            bighorn_lars_step(&RUN, &options, layer_slots, gradients, grads, order, slots, 0.5, partial, scratch,
                               SCRATCH_BYTES, phase, sums, LAYER_SUMS);
-        bighorn_advance(counts, rows);
+        bighorn_advance(counts, slots);
     }
     Results all = {0};
     const char *name = variant ? "lars-joint" : "lars";
-    for (int i = 0; i < rows; i++) add_result(&all, name, i, &layer_rows[i].weights);
+    for (int i = 0; i < slots; i++) add_result(&all, name, i, &layer_slots[i].weights);
     print_results(&all, name);
     free_all();
 }

@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "an offset of a shard",
         "bighorn/kernels/bucket.py",
-        "return self.row_offsets[i] + (self.shards[i].first if self.shards else 0)",
-        "return self.row_offsets[i]",
+        "return self.slot_offsets[i] + (self.shards[i].first if self.shards else 0)",
+        "return self.slot_offsets[i]",
         "tests/distributed/test_sharding.py",
     ),
     Fault(

@@ -73,7 +73,7 @@ def bucket(
         state[name] = [torch.zeros(shape, dtype=kept) for shape in shapes]
     steps = [torch.tensor(3.0) for _ in shapes]
     metrics, ids, firsts = torch.zeros(len(shapes), 3), list(range(len(shapes))), [2**32 - 7 for _ in shapes]
-    return Bucket(given, params, state, steps, steps, metrics, grads, param_ids=ids, row_offsets=firsts)
+    return Bucket(given, params, state, steps, steps, metrics, grads, param_ids=ids, slot_offsets=firsts)
 
 
 def everything(of: Bucket[Any]) -> list[Tensor]:

@@ -111,7 +111,7 @@ def only_the_first_and_the_last(part: launch_group.LaunchGroup[Any], monkeypatch
     """Make launches of more than two programs run only the first and the last program of a launch group."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    programs = len(part.program_to_row)
+    programs = len(part.program_to_slot)
     part.launches = {key: (launch, min(n, 2), tables) for key, (launch, n, tables) in part.launches.items()}
     place, size = builder.set_grid_idx, builder.set_grid_dim
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: place(programs - 1 if x == 1 else x, y, z))

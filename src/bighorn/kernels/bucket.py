@@ -16,7 +16,7 @@ from bighorn.kernels.rounding import positions
 
 
 def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
-    """Return the number of matrices of a row, their height and their width; an unfactored row counts as one matrix."""
+    """Return the number of matrices of a slot, their height and width; an unfactored slot counts as one matrix."""
     if factor == "last_two":
         return math.prod(shape[:-2]), shape[-2], shape[-1]
     return 1, shape[0] if shape else 1, math.prod(shape[1:])
@@ -182,31 +182,31 @@ class Shard:
 
 @dataclass
 class Bucket(Generic[Options]):
-    """One row per tensor (or per slice of a stacked one).
+    """One slot per tensor (or per slice of a stacked one).
 
-    The parameter, the gradient and the state of a row are dense, in one memory order.
+    The parameter, the gradient and the state of a slot are dense, in one memory order.
 
     Attributes:
-        options: The options that the rows share.
-        params: The rows' parameters; kernels write them.
-        state: Name to one tensor per row; every row has the same names. LAMB: `exp_avg`, `exp_avg_sq`, and
+        options: The options that the slots share.
+        params: The slots' parameters; kernels write them.
+        state: Name to one tensor per slot; every slot has the same names. LAMB: `exp_avg`, `exp_avg_sq`, and
             `max_exp_avg_sq` for amsgrad, or `exp_avg_scale` and `exp_avg_sq_scale` if they are kept in blocks. CAME:
             `exp_avg` (with `exp_avg_scale` if it is int8), and either `exp_avg_sq_row`, `exp_avg_sq_col`,
             `exp_avg_res_row`, `exp_avg_res_col`, or `exp_avg_sq` unfactored. Both: the names in `rounding.AUX_STATE`.
-        steps: One 0-dim float32 tensor per row: the steps taken so far. Slices of one parameter share the same tensor.
-        unique_steps: `steps` of the rows that have a gradient, without repetition; kernels advance each
+        steps: One 0-dim float32 tensor per slot: the steps taken so far. Slices of one parameter share the same tensor.
+        unique_steps: `steps` of the slots that have a gradient, without repetition; kernels advance each
             (`arithmetic.count_step`).
-        metrics: Float32, `[rows, options.metrics]`; kernels write the values that telemetry shows.
-        grads: One gradient per row, new for each step, of 16 or 32 bits, or float64 for a parameter of float64; kernels
-            only read them. None for a row that takes no part in this step: its parameter, state, step count and metrics
-            do not change. Slices of one parameter take part together. The gradients of a row have the same dtype until
-            `refresh`.
+        metrics: Float32, `[slots, options.metrics]`; kernels write the values that telemetry shows.
+        grads: One gradient per slot, new for each step, of 16 or 32 bits, or float64 for a parameter of float64;
+            kernels only read them. None for a slot that takes no part in this step: its parameter, state, step count
+            and metrics do not change. Slices of one parameter take part together. The gradients of a slot have the
+            same dtype until `refresh`.
         known: A list of gradients, and their addresses, 0 for None. They belong to this step if the list is `grads`,
             and a kernel that reads the pair has both of one step, also while another thread binds others.
-        shards: Each row's shard of the whole tensor, also for its gradient; empty if every row is whole. A tensor of
+        shards: Each slot's shard of the whole tensor, also for its gradient; empty if every slot is whole. A tensor of
             the state has some of its parameter's dims, and is sharded along these as the parameter is.
-        param_ids: One 32-bit number per row, the same for all rows of a parameter, from which its random bits derive.
-        row_offsets: The position of each row's first element in its parameter, from which random bits derive, too.
+        param_ids: One 32-bit number per slot, the same for all slots of a parameter, from which its random bits derive.
+        slot_offsets: The position of each slot's first element in its parameter, from which random bits derive, too.
     """
 
     options: Options
@@ -219,18 +219,18 @@ class Bucket(Generic[Options]):
     known: tuple[list[Any], list[int]] = ([], [])
     shards: list[Shard] = field(default_factory=list)
     param_ids: list[int] = field(default_factory=list)
-    row_offsets: list[int] = field(default_factory=list)
+    slot_offsets: list[int] = field(default_factory=list)
 
     def metrics_address(self, i: int) -> int:
-        """Return the address of the metrics of row `i`."""
+        """Return the address of the metrics of slot `i`."""
         return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
 
     def first_position(self, i: int) -> int:
-        """Return the position of the first element of row `i` in its parameter."""
-        return self.row_offsets[i] + (self.shards[i].first if self.shards else 0)
+        """Return the position of the first element of slot `i` in its parameter."""
+        return self.slot_offsets[i] + (self.shards[i].first if self.shards else 0)
 
     def first_moment(self, i: int) -> Tensor:
-        """Return the first moment of row `i`, for kernels that are compiled for its dtype."""
+        """Return the first moment of slot `i`, for kernels that are compiled for its dtype."""
         return self.state[str(self.options.first_moment)][i]
 
     def read_addresses(self) -> tuple[list[Any], list[int]]:
@@ -239,6 +239,6 @@ class Bucket(Generic[Options]):
         return grads, [0 if grad is None else grad.data_ptr() for grad in grads]
 
 
-def rows_with_grad(grads: list[Any]) -> list[int]:
-    """Return the indices of the rows that take part in a step."""
+def slots_with_grad(grads: list[Any]) -> list[int]:
+    """Return the indices of the slots that take part in a step."""
     return [i for i, grad in enumerate(grads) if grad is not None]

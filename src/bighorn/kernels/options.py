@@ -67,7 +67,7 @@ class KernelOptions:
     """The name of the module that has the algorithm's kernels, in each backend."""
 
     metrics: ClassVar[tuple[str, ...]]
-    """The names of the numbers that kernels write for each row, in this order; telemetry has a column for each."""
+    """The names of the numbers that kernels write for each slot, in this order; telemetry has a column for each."""
 
     rare: ClassVar[Mapping[str, object]] = {}
     """Options, with their values, of few users: plain torch operations compute them, and compiled kernels do not."""
@@ -147,7 +147,7 @@ class LambOptions(KernelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CameOptions(KernelOptions):
-    """The options of CAME; all rows of a bucket are factored by one rule, or none of them is."""
+    """The options of CAME; all slots of a bucket are factored by one rule, or none of them is."""
 
     algorithm = "came"
     metrics = ("update_rms", "clip_factor", "confidence")
@@ -165,7 +165,7 @@ class CameOptions(KernelOptions):
     scale_eps: Annotated[float, Option(positive, float)]
     cautious: Annotated[bool, Option(flag)]
     factor: Factor | None
-    """How a row is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
+    """How a slot is divided into matrices: "matrix": one, of dim 0 by all other dims; "last_two": one for each index of
     the leading dims; None: the second moment is unfactored."""
 
 

@@ -170,4 +170,4 @@ def check_entries(
             check(entry.variant, param, entry.label)
         if settings.backend != "auto":
             options = algorithm.kernel_options(group, entry.variant)
-            kernels.pick(settings.backend, entry.local(), options, entry.row_shard)
+            kernels.pick(settings.backend, entry.local(), options, entry.slot_shard)

@@ -51,7 +51,7 @@ class Entry:
         return self.layout.holders if self.layout else None
 
     @property
-    def row_shard(self) -> Shard | None:
+    def slot_shard(self) -> Shard | None:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
         return self.shard.of_slice(here=True) if self.shard and self.stacked else self.shard
 
@@ -86,8 +86,8 @@ class Entry:
         before = self.shard.offset[0]
         return elsewhere * before + tensor.unbind() + elsewhere * (self.shard.shape[0] - before - tensor.shape[0])
 
-    def row_shards(self) -> list[Shard]:
-        """The box of each row that this rank holds; empty if all rows are whole."""
+    def slot_shards(self) -> list[Shard]:
+        """The box of each slot that this rank holds; empty if all slots are whole."""
         if self.shard is None or not self.stacked:
             return [self.shard] if self.shard else []
         first = self.shard.offset[0]

@@ -1,4 +1,4 @@
-"""The memory of a parameter in a step: its tensors, this step's gradient, and the rows of a bucket that it becomes."""
+"""The memory of a parameter in a step: its tensors, this step's gradient, and the slots of a bucket that it becomes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Placed:
     step: Tensor = field(init=False)
     counts: bool = True
     """Whether this entry counts the step; the parameters in a flat tensor share a step count."""
-    rows: range = range(0)
-    """The rows of the bucket that the parameter becomes."""
+    slots: range = range(0)
+    """The slots of the bucket that the parameter becomes."""
     turned: bool = False
     """Whether kernels step the transpose of the parameter, since only that is contiguous in memory."""
     views: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
@@ -117,14 +117,14 @@ class Placed:
 
     @property
     def direct(self) -> bool:
-        """Whether the gradient is the row, and the parameter needs no copy."""
+        """Whether the gradient is the slot's, and the parameter needs no copy."""
         converted = self.views or self.copy_dtype is not None or self.entry.variant.centres
         return not (converted or self.entry.stacked or self.copied)
 
-    def grad_rows(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the rows of a gradient."""
+    def grad_slots(self, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the slots."""
         if grad is None:
-            return (None,) * len(self.rows)
+            return (None,) * len(self.slots)
         if self.entry.variant.centres:
             return self.entry.slices(self.centred_grad)
         grad = self.viewed(grad)
@@ -157,8 +157,8 @@ class Placed:
         return Centred(grad if grad is None else self.viewed(grad), self.centred_grad, shard, 1 + self.entry.stacked)
 
     @property
-    def row_size(self) -> int:
-        """The number of elements of a whole row."""
+    def slot_size(self) -> int:
+        """The number of elements of a whole slot."""
         shape = self.entry.shard.shape if self.entry.shard else self.dense.shape
         return math.prod(shape[1:] if self.entry.stacked else shape)
 

@@ -139,13 +139,13 @@ class PlanBuilder:
                 size = len(bucket.params), len(bucket.options.metrics)
                 bucket.metrics = torch.zeros(size, dtype=torch.float32, device=device)
                 bucket_plan.is_plan = [placed.index for placed in bucket_plan.entries] == list(range(len(grads)))
-        labels, row_indices = self._report_rows(len(grads))
+        labels, slot_indices = self._report_slots(len(grads))
         plan = StepPlan(
             buckets=list(self.bucket_plans.values()),
             kernels=[],
             meshes={},
             labels=labels,
-            row_indices=row_indices,
+            slot_indices=slot_indices,
             options_version=options_version,
         )
         plan.bind([*grads], [True] * len(grads))
@@ -157,7 +157,7 @@ class PlanBuilder:
 
     def _pick(self, placed: Placed, solid: bool) -> str:
         """Return the name of the backend that serves an entry, as `kernels.pick`."""
-        dense, shard, options = placed.dense, placed.entry.row_shard, self.options[placed.entry.variant]
+        dense, shard, options = placed.dense, placed.entry.slot_shard, self.options[placed.entry.variant]
         key = placed.entry.variant, dense.dtype, dense.device, dense.shape, shard, solid
         if key not in self.picked:
             with about(placed.entry.label):
@@ -177,22 +177,22 @@ class PlanBuilder:
             if start < end:
                 raise ValueError(f"{first} and {second} share memory: pass only one of them, or clone() one")
 
-    def _report_rows(self, count: int) -> tuple[list[list[str]], list[list[int]]]:
-        """Return the labels of each tensor in reports, and the rows of all buckets with its metrics."""
+    def _report_slots(self, count: int) -> tuple[list[list[str]], list[list[int]]]:
+        """Return the labels of each tensor in reports, and the slots of all buckets with its metrics."""
         sizes = [len(bucket_plan.bucket.params) for bucket_plan in self.bucket_plans.values()]
         starts = dict(zip(map(id, self.bucket_plans.values()), itertools.accumulate(sizes, initial=0), strict=False))
         labels: list[list[str]] = [[] for _ in range(count)]
-        row_indices: list[list[int]] = [[] for _ in range(count)]
+        slot_indices: list[list[int]] = [[] for _ in range(count)]
         homes: dict[int, int] = {}
         for placed, bucket_plan in self.entries:
             # Reports have the parameters in all flat tensors of a group in one order on every rank.
             home = homes.setdefault(placed.entry.variant.group, placed.index) if placed.entry.fragment else placed.index
-            rows = range(len(placed.rows))
+            slots = range(len(placed.slots))
             labels[home] += (
-                [f"{placed.entry.label}[{i}]" for i in rows] if placed.entry.stacked else [placed.entry.label]
+                [f"{placed.entry.label}[{i}]" for i in slots] if placed.entry.stacked else [placed.entry.label]
             )
-            row_indices[home] += [starts[id(bucket_plan)] + row for row in placed.rows]
-        return labels, row_indices
+            slot_indices[home] += [starts[id(bucket_plan)] + slot for slot in placed.slots]
+        return labels, slot_indices
 
     def _add_kernels(self, plan: StepPlan) -> None:
         """Make the kernels of a plan, which is bound to gradients."""

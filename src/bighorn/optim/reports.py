@@ -283,7 +283,7 @@ def _explained(
     for entry in entries:
         view, index = entry.local(), entry.variant.group
         options = algorithm.kernel_options(groups[index], entry.variant)
-        name, why = kernels.pick(backend, view, options, entry.row_shard)
+        name, why = kernels.pick(backend, view, options, entry.slot_shard)
         kind = (
             index,
             name,

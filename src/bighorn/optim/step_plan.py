@@ -61,13 +61,13 @@ class BucketPlan:
         self.entries.append(placed)
         self.direct &= placed.direct
         bucket.params += params
-        bucket.shards += placed.entry.row_shards()
+        bucket.shards += placed.entry.slot_shards()
         for name, value in moments.items():
             bucket.state.setdefault(name, []).extend(placed.entry.slices(value))
-        placed.rows = range(first, first + count)
+        placed.slots = range(first, first + count)
         bucket.steps += [placed.step] * count
         bucket.param_ids += [zlib.crc32(placed.entry.label.encode(errors="surrogatepass"))] * count
-        bucket.row_offsets += [i * placed.row_size for i in range(count)] if placed.entry.stacked else [0]
+        bucket.slot_offsets += [i * placed.slot_size for i in range(count)] if placed.entry.stacked else [0]
 
     @cached_property
     def select(self) -> Callable[[list[Any]], list[Any]]:
@@ -94,7 +94,7 @@ class BucketPlan:
         if self.direct:
             return
         pairs = list(zip(self.entries, mine, strict=True))
-        bucket.grads = [row for placed, grad in pairs for row in placed.grad_rows(grad)]
+        bucket.grads = [slot for placed, grad in pairs for slot in placed.grad_slots(grad)]
         self.centred = [placed.centred(grad) for placed, grad in pairs] if self.variant.centres else []
         for placed in self.present:
             placed.copy_in()
@@ -106,13 +106,12 @@ class BucketPlan:
 
     def own_square_sum(self, process_group: Any) -> Tensor:
         """The sum of the squares of gradients that this rank holds completely and counts in the process group."""
-        rows: list[Tensor | None] = []
+        counted: list[Tensor | None] = []
         for i, placed in enumerate(self.entries):
             if placed.entry.ranks is None and counts_here(placed.entry.holders, process_group):
-                rows += (
-                    [self.centred[i].grad] if self.centred else self.bucket.grads[placed.rows.start : placed.rows.stop]
-                )
-        grads = [grad for grad in rows if grad is not None]
+                own = placed.slots
+                counted += [self.centred[i].grad] if self.centred else self.bucket.grads[own.start : own.stop]
+        grads = [grad for grad in counted if grad is not None]
         return square_sums(grads, self.bucket.metrics.device).sum(dim=0)
 
     def expect(self, grads: list[Tensor | None]) -> None:
@@ -191,7 +190,7 @@ class StepPlan:
     """Kernels for shards, by reduce group."""
     labels: list[list[str]]
     """The labels of the rows of each parameter."""
-    row_indices: list[list[int]]
+    slot_indices: list[list[int]]
     """The rows of each parameter, counted through all buckets."""
     options_version: int
     """The version of the buckets' options."""
@@ -328,18 +327,18 @@ class StepPlan:
         self.written.clear()
 
     def step_labels(self) -> list[str]:
-        """The labels of the rows that took part in the last step."""
+        """The labels of the slots that took part in the last step."""
         return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
 
     def metrics(self) -> Tensor:
         """The metrics of the last step, and the learning rate that kernels used, `[labels, metrics + 1]`."""
-        row_indices = [row for mine, here in zip(self.row_indices, self.stepped, strict=True) if here for row in mine]
+        indices = [i for each, stepped in zip(self.slot_indices, self.stepped, strict=True) if stepped for i in each]
         device, tables = self.buckets[0].bucket.metrics.device, []
         for bucket_plan in self.buckets:
             rows, lr = bucket_plan.bucket.metrics, bucket_plan.bucket.options.lr
             lrs = lr.to(rows).expand(len(rows), 1) if isinstance(lr, Tensor) else rows.new_full((len(rows), 1), lr)
             tables.append(torch.cat([rows, lrs], dim=1).to(device))
-        return torch.cat(tables)[torch.tensor(row_indices, dtype=torch.int64, device=device)]
+        return torch.cat(tables)[torch.tensor(indices, dtype=torch.int64, device=device)]
 
 
 def on_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

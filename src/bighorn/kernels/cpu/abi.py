@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 from bighorn.kernels import options
 
-VERSION = 3911613219
-"""The checksum of the known fields, without option structs, which are generated from the option classes.
+VERSION = 980461186
+"""The checksum of the fields, without option structs, which are generated from the option classes.
 
 A library with other fields would read and write at wrong addresses. Change it with the other structures of abi.h.
 """
@@ -102,18 +102,18 @@ def update_options(array: ctypes.Array[Any], old: Sequence[Any], new: Sequence[A
     kind: Any = type(new[0])
     conversions = conversions_of(kind)
     values_of = operator.attrgetter(*conversions)
-    for row, before, now in zip(array, old, new, strict=True):
+    for slot, before, now in zip(array, old, new, strict=True):
         if now is not before:
             values = values_of(now)
             differs = map(operator.is_not, values, values_of(before))
             for (name, convert), value in itertools.compress(zip(conversions.items(), values, strict=True), differs):
-                setattr(row, name, convert(value))
+                setattr(slot, name, convert(value))
 
 
 def c_options(structures: Structures, each: Sequence[Any]) -> ctypes.Array[Any]:
     """Return options as the library reads them."""
     kind: Any = type(each[0])
     structure, conversions = structures[kind.__name__], conversions_of(kind).items()
-    rows = [structure(**{name: convert(getattr(options, name)) for name, convert in conversions}) for options in each]
-    array: ctypes.Array[Any] = (structure * len(rows))(*rows)
+    slots = [structure(**{name: convert(getattr(options, name)) for name, convert in conversions}) for options in each]
+    array: ctypes.Array[Any] = (structure * len(slots))(*slots)
     return array

@@ -37,15 +37,15 @@ class Came(Stepper[CameOptions]):
 
     @cached_property
     def shard_sums(self) -> Shards:
-        """The positions of the rows in whole tensors, and the sums that are added up over ranks."""
+        """The positions of the slots in whole tensors, and the sums that are added up over ranks."""
         return Shards(self.buckets)
 
     @staticmethod
-    def make_row(bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None) -> Any:
-        """See `Stepper.make_row`."""
+    def make_slot(bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None) -> Any:
+        """See `Stepper.make_slot`."""
         state = bucket.state
         matrices, height, width = matrix_shape(bucket.params[i].shape, bucket.options.factor)
-        return STRUCTURES["FactoredRow"](
+        return STRUCTURES["FactoredSlot"](
             weights=weights(bucket, i, positions),
             **{name: state[name][i].data_ptr() for name in STATE if name in state},
             step=bucket.steps[i].data_ptr(),
@@ -64,9 +64,9 @@ class Came(Stepper[CameOptions]):
 
     def reserve(self, threads: int) -> None:
         """Allocate a workspace for this number of threads."""
-        rows, gradients = self.rows.data_ptr(), self.gradients.data_ptr()
+        slots, gradients = self.slots.data_ptr(), self.gradients.data_ptr()
         shards = None if self.shards is None else self.shards.data_ptr()
-        size = loaded().bighorn_factored_workspace(rows, shards, gradients, len(self.rows), threads)
+        size = loaded().bighorn_factored_workspace(slots, shards, gradients, len(self.slots), threads)
         if size > self.workspace.numel():
             self.workspace = torch.empty(size, dtype=torch.float64, device="cpu")
 
@@ -98,13 +98,13 @@ class Came(Stepper[CameOptions]):
             came_step()(
                 bound.how,
                 bound.options,
-                self.rows.data_ptr(),
+                self.slots.data_ptr(),
                 None if shards is None else shards.data_ptr(),
                 self.gradients.data_ptr(),
                 bound.addresses,
                 address(beta2s),
                 bound.order,
-                bound.rows,
+                bound.slots,
                 grad_scale,
                 index,
                 self.workspace.data_ptr(),

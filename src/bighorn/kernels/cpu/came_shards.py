@@ -1,4 +1,4 @@
-"""CAME's rows as shards of whole tensors, and the sums of the library that are added up over all ranks."""
+"""CAME's slots as shards of whole tensors, and the sums of the library that are added up over all ranks."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from bighorn.kernels.options import CameOptions
 
 
 class Shards:
-    """The table of all rows, and one tensor of sums for each reduction round.
+    """The table of all slots, and one tensor of sums for each reduction round.
 
     Attributes:
-        table: One entry per row.
-        sums: In the order of rows, in float64.
+        table: One entry per slot.
+        sums: In the order of slots, in float64.
         dtypes: The dtypes in which they are reduced, as in the reference: float64 if there are sums of squares.
     """
 
     def __init__(self, buckets: list[Bucket[CameOptions]]) -> None:
         self.positions: list[Tensor] = []  # kept alive, because the table has only their addresses
-        rows = [
+        slots = [
             (bucket, i, bucket.shards[i] if bucket.shards else Shard.whole(tuple(x.shape)))
             for bucket in buckets
             for i, x in enumerate(bucket.params)
         ]
-        wholes = [self._whole(*row) for row in rows]
+        wholes = [self._whole(*slot) for slot in slots]
         counts = [
             numbers(whole, bucket.options.factor is not None)
-            for whole, (bucket, _, _) in zip(wholes, rows, strict=True)
+            for whole, (bucket, _, _) in zip(wholes, slots, strict=True)
         ]
         columns = list(zip(*counts, strict=True))
         used = [column for column in columns if sum(column)]

@@ -1,4 +1,4 @@
-"""Layer-wise optimizers on the C library: the table of rows, and one call for the whole model."""
+"""Layer-wise optimizers on the C library: the table of slots, and one call for the whole model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
 
 SUMS = 3
-"""The numbers in LayerSums of csrc/layerwise.h, the sums over each row; the last is for Hyperball alone."""
+"""The numbers in LayerSums of csrc/layerwise.h, the sums over each slot; the last is for Hyperball alone."""
 
 
 class LayerwiseStepper(Stepper[Options]):
     """The base of the optimizers whose steps depend on norms of whole tensors."""
 
     partial: Tensor
-    """The sums of the chunks of a row that all threads share: two sets."""
+    """The sums of the chunks of a slot that all threads share: two sets."""
 
     @staticmethod
     def unsupported_reason(param: Tensor, options: Any, shard: Shard | None) -> str | None:
@@ -37,11 +37,11 @@ class LayerwiseStepper(Stepper[Options]):
         return unsupported_reason(param) or (NO_BLOCKS if options.blocks else None)
 
     @staticmethod
-    def make_row(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
-        """See `Stepper.make_row`."""
+    def make_slot(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
+        """See `Stepper.make_slot`."""
         x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
         state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
-        return STRUCTURES["LayerRow"](
+        return STRUCTURES["LayerSlot"](
             weights=weights(bucket, i, positions),
             **state,
             step=bucket.steps[i].data_ptr(),
@@ -54,7 +54,7 @@ class LayerwiseStepper(Stepper[Options]):
     def reserve(self, threads: int) -> None:
         """Allocate the partial sums, which do not depend on the number of threads."""
         del threads
-        most = loaded().bighorn_layer_chunks(self.rows.data_ptr(), self.gradients.data_ptr(), None, len(self.rows))
+        most = loaded().bighorn_layer_chunks(self.slots.data_ptr(), self.gradients.data_ptr(), None, len(self.slots))
         self.partial = torch.empty(2 * SUMS * most, dtype=torch.float64, device="cpu")
 
     def launch(self, bound: Bound, grad_scale: float) -> None:
@@ -68,7 +68,7 @@ class LayerwiseStepper(Stepper[Options]):
             return
         scale = float(grad_scale)
         count = max(bucket.options.sums for bucket in self.buckets)
-        sums = torch.zeros(len(self.rows), count, dtype=torch.float64, device="cpu")  # 0 for a row without a gradient
+        sums = torch.zeros(len(self.slots), count, dtype=torch.float64, device="cpu")  # 0 for a slot without a gradient
         self._run(bound, scale, FIRST, sums, count)
         yield sums.view(-1)
         self._run(bound, scale, SECOND, sums, count)
@@ -80,11 +80,11 @@ class LayerwiseStepper(Stepper[Options]):
             layer_step(self.buckets[0].options.algorithm)(
                 bound.how,
                 bound.options,
-                self.rows.data_ptr(),
+                self.slots.data_ptr(),
                 self.gradients.data_ptr(),
                 bound.addresses,
                 bound.order,
-                bound.rows,
+                bound.slots,
                 grad_scale,
                 self.partial.data_ptr(),
                 buffer.data_ptr(),

@@ -188,7 +188,7 @@ def loaded() -> ctypes.CDLL:
 
 @functools.cache
 def layer_step(algorithm: str) -> Any:
-    """Return the function that steps the rows of a layer-wise optimizer."""
+    """Return the function that steps the slots of a layer-wise optimizer."""
     function = loaded()[f"bighorn_{algorithm}_step"]
     address, count = ctypes.c_void_p, ctypes.c_int64
     run = ctypes.POINTER(STRUCTURES["RunConfig"])

@@ -30,11 +30,11 @@ class Bound(NamedTuple):
     addresses: int
     """The address of each gradient, 0 for None."""
     order: int
-    """The indices of the rows that take part, the largest first."""
-    rows: int
-    """The number of these rows."""
+    """The indices of the slots that take part, the largest first."""
+    slots: int
+    """The number of these slots."""
     counts: int
-    """The addresses of the step counts of these rows."""
+    """The addresses of the step counts of these slots."""
     counted: int
     """The number of step counts."""
     options: Any
@@ -46,11 +46,11 @@ class Bound(NamedTuple):
 RACE = "two threads step one optimizer at once, and one of them has let go of the gradients"
 
 DATA = 0
-"""The word of a row's structure that is the address of its weights."""
+"""The word of a slot's structure that is the address of its weights."""
 
 
 class Stepper(Generic[Options]):
-    """The base of an algorithm in the library; the algorithm adds the table of its rows and the call of its step."""
+    """The base of an algorithm in the library; the algorithm adds the table of its slots and the call of its step."""
 
     reads_tensors: ClassVar[bool] = False
     """As `kernels.Kernel.reads_tensors`."""
@@ -60,18 +60,18 @@ class Stepper(Generic[Options]):
         """Held during a call of the library, which uses the stepper's memory, because two threads may step at once."""
         self.buckets: list[Bucket[Options]] = buckets
         self.grad_dtypes: dict[int, torch.dtype] = {}
-        """The dtypes of gradients by row."""
+        """The dtypes of gradients by slot."""
         self.positions = [position_layout(bucket, i) for bucket in buckets for i in range(len(bucket.params))]
-        """The positions of rows in their parameters, kept alive: the tables have only their addresses."""
+        """The positions of slots in their parameters, kept alive: the tables have only their addresses."""
         sizes = [x.numel() for bucket in buckets for x in bucket.params]
         each = [(bucket, i, index) for index, bucket in enumerate(buckets) for i in range(len(bucket.params))]
-        self.rows = words([self.make_row(*row, at) for row, at in zip(each, self.positions, strict=True)])
-        """The library's tables have a structure for each row, in int64 words."""
+        self.slots = words([self.make_slot(*slot, at) for slot, at in zip(each, self.positions, strict=True)])
+        """The library's tables have a structure for each slot, in int64 words."""
         self.gradients = words([gradient for _, gradient in self._new_gradients()])
         self.shards = self.make_shards()
         self.largest_first = array("q", sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True))
         self.all_counts = self._addresses_of_counts()
-        """The addresses of the step counts of all rows."""
+        """The addresses of the step counts of all slots."""
         self.bound: Bound | None = None
         self.converted: tuple[list[Options], ctypes.Array[Any]] | None = None
         self.sums = torch.empty(sum(-(-size // CHUNK_ELEMS) for size in sizes), dtype=torch.float64, device="cpu")
@@ -89,25 +89,25 @@ class Stepper(Generic[Options]):
         with self.lock:
             addresses = array("Q", [x.data_ptr() for bucket in self.buckets for x in bucket.params])
             if addresses:
-                self.rows[:, DATA] = torch.frombuffer(addresses, dtype=torch.int64)
+                self.slots[:, DATA] = torch.frombuffer(addresses, dtype=torch.int64)
             for i, gradient in self._new_gradients():
                 self.gradients[i] = words([gradient])[0]
             self.threads = 0
 
     def _new_gradients(self) -> Iterator[tuple[int, Any]]:
-        """Yield the rows whose gradients have other dtypes than before, with the structures that describe them."""
-        for row, grad in enumerate(itertools.chain.from_iterable(bucket.grads for bucket in self.buckets)):
-            if grad is not None and grad.dtype != self.grad_dtypes.get(row):
-                self.grad_dtypes[row] = grad.dtype
-                yield row, describe_gradient(grad)
+        """Yield the slots whose gradients have other dtypes than before, with the structures that describe them."""
+        for slot, grad in enumerate(itertools.chain.from_iterable(bucket.grads for bucket in self.buckets)):
+            if grad is not None and grad.dtype != self.grad_dtypes.get(slot):
+                self.grad_dtypes[slot] = grad.dtype
+                yield slot, describe_gradient(grad)
 
     @staticmethod
-    def make_row(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
-        """Return the structure of row `i` of a bucket, which is the `index`-th bucket."""
+    def make_slot(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
+        """Return the structure of slot `i` of a bucket, which is the `index`-th bucket."""
         raise NotImplementedError
 
     def make_shards(self) -> Tensor | None:
-        """Return a table of the shards of all rows, if an algorithm needs one."""
+        """Return a table of the shards of all slots, if an algorithm needs one."""
 
     def prepare(self) -> None:
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
@@ -178,7 +178,7 @@ class Stepper(Generic[Options]):
         return held[1]
 
     def launch(self, bound: Bound, grad_scale: float) -> None:
-        """Step the rows that are bound, without counting the step."""
+        """Step the slots that are bound, without counting the step."""
         raise NotImplementedError
 
     def _addresses_of_counts(self) -> array[int]:

@@ -38,7 +38,7 @@ def describe_gradient(g: Tensor) -> Any:
 
 
 def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> Any:
-    """Return the C structure `Weights` of row `i`. It points into `positions`, which must outlive it."""
+    """Return the C structure `Weights` of slot `i`. It points into `positions`, which must outlive it."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (bucket.first_position(i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return library.STRUCTURES["Weights"](
@@ -53,9 +53,8 @@ def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> An
 
 
 def position_layout(bucket: Bucket[Options], i: int) -> array[int] | None:
-    """Return the layout of row `i` in its parameter (csrc/numbers.h); None if its elements are consecutive there."""
-    runs = bucket.shards[i].runs if bucket.shards else []
-    if len(runs) < 2:
+    """Return the layout of slot `i` in its parameter (csrc/numbers.h); None if its elements are consecutive there."""
+    if not bucket.shards or len(runs := bucket.shards[i].runs) == 1:
         return None
     sizes, strides = zip(*runs[runs[0] == (1, 1) :][::-1], strict=True)
     return array("q", [len(sizes), *sizes, *strides])

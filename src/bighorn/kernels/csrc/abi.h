@@ -38,7 +38,7 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, threads)                          \
     FIELD(S, int32_t, isa)
 
-/* One row's gradient, dense in the order of the state; its address is new at each step. */
+/* One slot's gradient, dense in the order of the state; its address is new at each step. */
 #define GRADIENT_FIELDS(FIELD, S) \
     FIELD(S, int64_t, size)       \
     FIELD(S, int32_t, type)
@@ -63,7 +63,7 @@ typedef double *RoundSums[3];
  * step: the number of steps taken so far.
  * metrics: the output: the metrics of `kernels/options.py`.
  * options: the index of its options. */
-#define LAYER_ROW_FIELDS(FIELD, S)      \
+#define LAYER_SLOT_FIELDS(FIELD, S)     \
     FIELD(S, Weights, weights)          \
     FIELD(S, void *, exp_avg)           \
     FIELD(S, void *, exp_avg_sq)        \
@@ -76,29 +76,29 @@ typedef double *RoundSums[3];
     FIELD(S, int32_t, state_type)       \
     FIELD(S, int32_t, options)
 
-/* As LayerRow, with `matrices` of height x width elements one after the other.
+/* As LayerSlot, with `matrices` of height x width elements one after the other.
  * exp_avg_scale: the scales of an average in codes, whose blocks are within rows of a matrix.
  * exp_avg_sq: the second moment if it is not factored; if it is, the four averages after it are used instead.
  * metrics: the output: the metrics of `kernels/options.py`. */
-#define FACTORED_ROW_FIELDS(FIELD, S) \
-    FIELD(S, Weights, weights)        \
-    FIELD(S, void *, exp_avg)         \
-    FIELD(S, float *, exp_avg_scale)  \
-    FIELD(S, void *, exp_avg_sq)      \
-    FIELD(S, void *, exp_avg_sq_row)  \
-    FIELD(S, void *, exp_avg_sq_col)  \
-    FIELD(S, void *, exp_avg_res_row) \
-    FIELD(S, void *, exp_avg_res_col) \
-    FIELD(S, const float *, step)     \
-    FIELD(S, float *, metrics)        \
-    FIELD(S, int64_t, matrices)       \
-    FIELD(S, int64_t, height)         \
-    FIELD(S, int64_t, width)          \
-    FIELD(S, int32_t, state_type)     \
-    FIELD(S, int32_t, options)        \
+#define FACTORED_SLOT_FIELDS(FIELD, S) \
+    FIELD(S, Weights, weights)         \
+    FIELD(S, void *, exp_avg)          \
+    FIELD(S, float *, exp_avg_scale)   \
+    FIELD(S, void *, exp_avg_sq)       \
+    FIELD(S, void *, exp_avg_sq_row)   \
+    FIELD(S, void *, exp_avg_sq_col)   \
+    FIELD(S, void *, exp_avg_res_row)  \
+    FIELD(S, void *, exp_avg_res_col)  \
+    FIELD(S, const float *, step)      \
+    FIELD(S, float *, metrics)         \
+    FIELD(S, int64_t, matrices)        \
+    FIELD(S, int64_t, height)          \
+    FIELD(S, int64_t, width)           \
+    FIELD(S, int32_t, state_type)      \
+    FIELD(S, int32_t, options)         \
     FIELD(S, int32_t, factored)
 
-/* The whole tensor of which a row is a shard.
+/* The whole tensor of which a slot is a shard.
  * matrix_at, row_at, col_at: the index in the whole tensor of each matrix, row and column of the shard; NULL: they are
  * equal.
  * sums: for each reduction round, the sums that are added up over all shards.
@@ -121,8 +121,8 @@ typedef double *RoundSums[3];
     STRUCT(RunConfig, RUN_CONFIG_FIELDS)         \
     STRUCT(Gradient, GRADIENT_FIELDS)            \
     STRUCT(Weights, WEIGHTS_FIELDS)              \
-    STRUCT(LayerRow, LAYER_ROW_FIELDS)           \
-    STRUCT(FactoredRow, FACTORED_ROW_FIELDS)     \
+    STRUCT(LayerSlot, LAYER_SLOT_FIELDS)         \
+    STRUCT(FactoredSlot, FACTORED_SLOT_FIELDS)   \
     STRUCT(FactoredShard, FACTORED_SHARD_FIELDS) \
     FOR_EACH_OPTIONS(STRUCT)
 

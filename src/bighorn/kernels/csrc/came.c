@@ -26,10 +26,10 @@ typedef struct {
     CameFactors factors;
 } CameWork;
 
-static void begin(CameWork *c, CameStep *s, int64_t index, const RowShare *share, double *scratch, double *workspace) {
+static void begin(CameWork *c, CameStep *s, int64_t index, const SlotShare *share, double *scratch, double *workspace) {
     FactoredWork *w = &c->work;
-    const FactoredRow *row = &s->step.rows[index];
-    const CameOptions *o = &s->options[row->options];
+    const FactoredSlot *slot = &s->step.slots[index];
+    const CameOptions *o = &s->options[slot->options];
     factored_begin(w, &s->step, index, o->maximize ? -s->grad_scale : s->grad_scale, s->beta2s[index], o->eps[0], share,
                    scratch, workspace);
     c->loops = came_loops_for(s->step.isa);
@@ -37,9 +37,9 @@ static void begin(CameWork *c, CameStep *s, int64_t index, const RowShare *share
     c->factors = (CameFactors){
         .beta1 = (float)o->betas[0],
         .beta1_rest = (float)(1 - o->betas[0]),
-        .rng_key = rng_key_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
-        .dither = dither_at(&row->weights, o->rounding_seed, (int64_t)*row->step + 1),
-        .residual = factored_average(w, row->exp_avg_res_row, row->exp_avg_res_col, o->betas[2], o->eps[1]),
+        .rng_key = rng_key_at(&slot->weights, o->rounding_seed, (int64_t)*slot->step + 1),
+        .dither = dither_at(&slot->weights, o->rounding_seed, (int64_t)*slot->step + 1),
+        .residual = factored_average(w, slot->exp_avg_res_row, slot->exp_avg_res_col, o->betas[2], o->eps[1]),
     };
 }
 
@@ -53,14 +53,14 @@ static void set_clip(CameWork *c, double update_sum) {
     const FactoredWork *w = &c->work;
     double rms = sqrt(update_sum / w->size), excess = rms / c->options->clip_threshold; /* CAME-clip */
     if (excess < 1) excess = 1;
-    if (w->thread == 0) w->job.row->metrics[0] = (float)rms, w->job.row->metrics[1] = (float)(1 / excess);
+    if (w->thread == 0) w->job.slot->metrics[0] = (float)rms, w->job.slot->metrics[1] = (float)(1 / excess);
     c->factors.clip = (float)(1 / excess);
 }
 
 /* The bias correction of the residuals' averages, which start at 0. */
 static double correction(const CameWork *c) {
     const CameOptions *o = c->options;
-    return o->bias_correction ? sqrt(one_minus_power(o->betas[2], (int64_t)*c->work.job.row->step + 1)) : 1;
+    return o->bias_correction ? sqrt(one_minus_power(o->betas[2], (int64_t)*c->work.job.slot->step + 1)) : 1;
 }
 
 /* Sets the factors of m and of x in the new x, from the sum of x^2. */
@@ -79,7 +79,7 @@ static void momentum_and_apply(CameWork *c, FactoredSquareSums sums) {
     for (int64_t tile = w->first; tile < w->last; tile++) {
         c->loops->momentum_and_apply(&w->job, &c->factors, tile);
     }
-    if (w->thread == 0) w->job.row->metrics[2] = 1;
+    if (w->thread == 0) w->job.slot->metrics[2] = 1;
 }
 
 /* Updates m and the residuals' averages of the selected matrices. */
@@ -111,7 +111,7 @@ static double apply(CameWork *c) {
 
 static void store_confidence(const CameWork *c, double sum) {
     const FactoredWork *w = &c->work;
-    if (w->thread == 0) w->job.row->metrics[2] = (float)(correction(c) * sum / w->size);
+    if (w->thread == 0) w->job.slot->metrics[2] = (float)(correction(c) * sum / w->size);
 }
 
 /* Updates m, the residuals' averages and x, if the second moment is factored. A matrix's m and averages give its x, so
@@ -133,7 +133,7 @@ static void momentum_then_apply(CameWork *c, FactoredSquareSums sums) {
 static void step_whole(CameWork *c) {
     FactoredSquareSums sums = {.param = param_square_sum(c)};
     sums.update = factored_second_moment(&c->work);
-    if (c->work.job.row->factored) momentum_then_apply(c, sums);
+    if (c->work.job.slot->factored) momentum_then_apply(c, sums);
     else momentum_and_apply(c, sums);
 }
 
@@ -190,7 +190,7 @@ static void shard_size_of_update(CameWork *c, const FactoredShardSums *to) {
 
 static void shard_momentum(CameWork *c, FactoredSquareSums sums, const FactoredShardSums *to) {
     const FactoredWork *w = &c->work;
-    if (!w->job.row->factored) {
+    if (!w->job.slot->factored) {
         momentum_and_apply(c, sums);
         return;
     }
@@ -203,7 +203,7 @@ static void shard_momentum(CameWork *c, FactoredSquareSums sums, const FactoredS
 }
 
 static void shard_apply(CameWork *c, double param_sum, const FactoredShardSums *residuals) {
-    if (!c->work.job.row->factored) return; /* its momentum has moved x */
+    if (!c->work.job.slot->factored) return; /* its momentum has moved x */
     factored_load_reduced(&c->work, &c->factors.residual, residuals);
     set_step(c, param_sum, correction(c));
     apply(c);
@@ -226,12 +226,12 @@ static void step_shard(CameWork *c, int round) {
     }
 }
 
-static void step_row(FactoredStep *step, int64_t row, const RowShare *share, double *scratch, double *workspace) {
+static void step_slot(FactoredStep *step, int64_t slot, const SlotShare *share, double *scratch, double *workspace) {
     CameStep *s = (CameStep *)step; /* of which it is the first member */
     CameWork c;
-    begin(&c, s, row, share, scratch, workspace);
+    begin(&c, s, slot, share, scratch, workspace);
     if (c.work.size == 0) {
-        float *metrics = step->rows[row].metrics;
+        float *metrics = step->slots[slot].metrics;
         if (share->part == 0) metrics[0] = 0, metrics[1] = metrics[2] = 1;
         return;
     }
@@ -243,16 +243,16 @@ static void step_row(FactoredStep *step, int64_t row, const RowShare *share, dou
 /* Makes one CAME step of the `count` rows in `order`, the largest first, without counting it. If `shards` is not NULL,
  * the call makes only the part of the step before reduction round `round` (0 is the first), or after the last round.
  * The function allocates no memory, so it cannot fail. */
-EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const FactoredRow *rows,
+EXPORT void bighorn_came_step(const RunConfig *run, const CameOptions *options, const FactoredSlot *slots,
                               const FactoredShard *shards, const Gradient *gradients, void *const *grads,
                               const double *beta2s, const int64_t *order, int64_t count, double grad_scale, int round,
                               double *workspace) {
     CameStep s = {
         .step =
-            {.isa = run->isa, .rows = rows, .shards = shards, .gradients = gradients, .grads = grads, .round = round},
+            {.isa = run->isa, .slots = slots, .shards = shards, .gradients = gradients, .grads = grads, .round = round},
         .options = options,
         .beta2s = beta2s,
         .grad_scale = grad_scale,
     };
-    factored_step_rows(run, &s.step, step_row, order, count, workspace);
+    factored_step_slots(run, &s.step, step_slot, order, count, workspace);
 }

@@ -7,24 +7,26 @@
 
 /* ---- the momentum in place or in a buffer ---------------------------------------------------------------- */
 
-static CodecData codes_of(const FactoredRow *row) { return (CodecData){row->exp_avg, row->exp_avg_scale, row->width}; }
+static CodecData codes_of(const FactoredSlot *slot) {
+    return (CodecData){slot->exp_avg, slot->exp_avg_scale, slot->width};
+}
 
-static float *read_m(const FactoredRow *row, int64_t start, int n, float *buffer) {
-    const CodecData data = codes_of(row);
-    if (row->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
-    else if (row->state_type == INT4) decode(CODEC_INT4, &data, start, n, buffer);
-    else return widen(row->exp_avg, row->state_type, start, n, buffer);
+static float *read_m(const FactoredSlot *slot, int64_t start, int n, float *buffer) {
+    const CodecData data = codes_of(slot);
+    if (slot->state_type == INT8) decode(CODEC_LINEAR, &data, start, n, buffer);
+    else if (slot->state_type == INT4) decode(CODEC_INT4, &data, start, n, buffer);
+    else return widen(slot->exp_avg, slot->state_type, start, n, buffer);
     return buffer;
 }
 
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
-static void write_m(const FactoredRow *row, const CameFactors *f, int64_t start, int n, float *buffer) {
-    const CodecData data = codes_of(row);
-    if (row->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
-    else if (row->state_type == INT4) encode(CODEC_INT4, &data, start, n, buffer, f->dither);
+static void write_m(const FactoredSlot *slot, const CameFactors *f, int64_t start, int n, float *buffer) {
+    const CodecData data = codes_of(slot);
+    if (slot->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
+    else if (slot->state_type == INT4) encode(CODEC_INT4, &data, start, n, buffer, f->dither);
     else {
-        narrow(buffer, n, row->exp_avg, row->state_type, start);
-        widen(row->exp_avg, row->state_type, start, n, buffer);
+        narrow(buffer, n, slot->exp_avg, slot->state_type, start);
+        widen(slot->exp_avg, slot->state_type, start, n, buffer);
     }
 }
 
@@ -71,10 +73,10 @@ FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, cons
 }
 
 /* Updates m in codes, and returns u and the m that is stored. */
-FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const FactoredRow *row, const CameFactors *f,
+FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const FactoredSlot *slot, const CameFactors *f,
                                          int64_t start, int n, const float *restrict g, float r,
                                          const float *restrict c, float *restrict u, float *restrict m) {
-    const CodecData data = codes_of(row);
+    const CodecData data = codes_of(slot);
     EACH_CODEC_PART(part, data.inner, start, start + n) {
         const float unit = scale_of(form, data.scales[part.scale]).unit;
         int8_t buffer[CODEC_BLOCK_ELEMS + 2];
@@ -92,19 +94,19 @@ FORCE_INLINE_TEMPLATE void advance_codes(const enum CodecForm form, const Factor
 }
 
 /* The same as `momentum_loop` for an m that is rounded when it is stored, between the update and the residuals. */
-static float rounded_momentum_loop(const FactoredRow *row, const CameFactors *f, int64_t start, int n,
+static float rounded_momentum_loop(const FactoredSlot *slot, const CameFactors *f, int64_t start, int n,
                                    const float *restrict g, float r, const float *restrict c,
                                    float *restrict elements) {
     float u[PIECE_ELEMS], m[PIECE_ELEMS], sum = 0;
-    if (row->state_type == INT8) advance_codes(CODEC_LINEAR, row, f, start, n, g, r, c, u, m);
-    else if (row->state_type == INT4) advance_codes(CODEC_INT4, row, f, start, n, g, r, c, u, m);
+    if (slot->state_type == INT8) advance_codes(CODEC_LINEAR, slot, f, start, n, g, r, c, u, m);
+    else if (slot->state_type == INT4) advance_codes(CODEC_INT4, slot, f, start, n, g, r, c, u, m);
     else {
-        read_m(row, start, n, m);
+        read_m(slot, start, n, m);
         for (int i = 0; i < n; i++) {
             u[i] = update_of(g[i], r, c[i]);
             m[i] = averaged(f, m[i], u[i]);
         }
-        write_m(row, f, start, n, m);
+        write_m(slot, f, start, n, m);
     }
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) {
@@ -117,7 +119,7 @@ static float rounded_momentum_loop(const FactoredRow *row, const CameFactors *f,
 
 static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index, FactoredColumns *columns) {
     const FactoredTile t = tile_at(&job->grid, index);
-    const FactoredRow *row = job->row;
+    const FactoredSlot *slot = job->slot;
     FactoredGradBuffer *buffers = job->scratch->gradients;
     FactoredTileSums *sums = &job->scratch->sums;
     PieceFactors factors;
@@ -131,17 +133,17 @@ static void momentum(const FactoredJob *job, const CameFactors *f, int64_t index
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             factors.r[k] *= f->clip;
-            if (is_ready(row->state_type)) {
+            if (is_ready(slot->state_type)) {
                 g[k] = grad_in_place(job, start, s.n, &buffers[k]);
-                m[k] = at(row->exp_avg, row->state_type, start);
+                m[k] = at(slot->exp_avg, slot->state_type, start);
                 factors.r[k] *= job->grad_scale;
             } else {
-                row_sums[k] = rounded_momentum_loop(row, f, start, s.n, grad_at(job, start, s.n, &buffers[k]),
+                row_sums[k] = rounded_momentum_loop(slot, f, start, s.n, grad_at(job, start, s.n, &buffers[k]),
                                                     factors.r[k], factors.c, elements);
             }
         }
-        if (is_ready(row->state_type))
-            FOR_TYPES(momentum_loop, s.count, grad_type(job), row->state_type, f, s.n, g, factors.r, factors.c, m,
+        if (is_ready(slot->state_type))
+            FOR_TYPES(momentum_loop, s.count, grad_type(job), slot->state_type, f, s.n, g, factors.r, factors.c, m,
                       elements, row_sums);
         factored_add_piece(job, &f->residual, &t, &s, row_sums, sums);
     }
@@ -173,9 +175,9 @@ static double confidence(const FactoredJob *job, const CameFactors *f, int64_t i
 
 static double apply(const FactoredJob *job, const CameFactors *f, int64_t index, FactoredColumns *columns) {
     const FactoredTile t = tile_at(&job->grid, index);
-    const FactoredRow *row = job->row;
-    const Weights *w = &row->weights;
-    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(row->state_type);
+    const FactoredSlot *slot = job->slot;
+    const Weights *w = &slot->weights;
+    const int x_ready = is_ready(w->type) && w->rounding == ROUND_NEAREST, m_ready = is_ready(slot->state_type);
     float (*x_buffers)[PIECE_ELEMS] = job->scratch->weights, (*m_buffers)[PIECE_ELEMS] = job->scratch->momenta;
     PieceFactors factors;
     double total = 0;
@@ -188,11 +190,11 @@ static double apply(const FactoredJob *job, const CameFactors *f, int64_t index,
         for (int k = 0; k < s.count; k++) {
             const int64_t start = start_of(&job->grid, &s, k);
             x[k] = x_ready ? at(w->data, w->type, start) : read_weights(w, start, s.n, x_buffers[k]);
-            m[k] = m_ready ? at(row->exp_avg, row->state_type, start) : read_m(row, start, s.n, m_buffers[k]);
+            m[k] = m_ready ? at(slot->exp_avg, slot->state_type, start) : read_m(slot, start, s.n, m_buffers[k]);
             r[k] = factors.r[k] * f->step;
             total += factors.r[k] * factors.sum;
         }
-        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? row->state_type : FLOAT32, s.n, x, m, r,
+        FOR_TYPES(apply_loop, s.count, x_ready ? w->type : FLOAT32, m_ready ? slot->state_type : FLOAT32, s.n, x, m, r,
                   factors.c, f->decay);
         for (int k = 0; k < s.count && !x_ready; k++)
             write_weights(w, f->rng_key, start_of(&job->grid, &s, k), s.n, x[k]);
@@ -204,18 +206,18 @@ static double apply(const FactoredJob *job, const CameFactors *f, int64_t index,
 
 static void momentum_and_apply(const FactoredJob *job, const CameFactors *f, int64_t index) {
     const FactoredTile t = tile_at(&job->grid, index);
-    const FactoredRow *row = job->row;
+    const FactoredSlot *slot = job->slot;
     FactoredGradBuffer buffer;
     float m_buffer[PIECE_ELEMS], x_buffer[PIECE_ELEMS];
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
-        const float *restrict v = (const float *)row->exp_avg_sq + s.start;
-        float *restrict m = read_m(row, s.start, s.n, m_buffer);
+        const float *restrict v = (const float *)slot->exp_avg_sq + s.start;
+        float *restrict m = read_m(slot, s.start, s.n, m_buffer);
         for (int i = 0; i < s.n; i++) m[i] = averaged(f, m[i], update_of(g[i], f->clip, column_factor(v[i])));
-        write_m(row, f, s.start, s.n, m);
-        float *restrict x = read_weights(&row->weights, s.start, s.n, x_buffer);
+        write_m(slot, f, s.start, s.n, m);
+        float *restrict x = read_weights(&slot->weights, s.start, s.n, x_buffer);
         for (int i = 0; i < s.n; i++) x[i] = moved(x[i], m[i], 1, f->step, f->decay);
-        write_weights(&row->weights, f->rng_key, s.start, s.n, x);
+        write_weights(&slot->weights, f->rng_key, s.start, s.n, x);
     }
 }
 

@@ -49,17 +49,17 @@ static enum UpdateSum update_sum_of(const FactoredGrid *g, const FactoredShard *
     return SUM_OF_GRADIENT;
 }
 
-static FactoredGrid grid_of(const FactoredRow *row, const FactoredShard *shard) {
+static FactoredGrid grid_of(const FactoredSlot *slot, const FactoredShard *shard) {
     FactoredGrid g = {
-        .matrices = row->matrices,
-        .height = row->height,
-        .width = row->width,
+        .matrices = slot->matrices,
+        .height = slot->height,
+        .width = slot->width,
         .per_tile = 1,
         .group = 1,
         .tiles_down = 1,
         .tiles_across = 1,
-        .tile_columns = row->width,
-        .kind = row->width < NARROW_COLUMNS ? SHORT_ROWS : LONG_ROWS,
+        .tile_columns = slot->width,
+        .kind = slot->width < NARROW_COLUMNS ? SHORT_ROWS : LONG_ROWS,
     };
     const int64_t size = g.height * g.width;
     if (g.matrices == 0 || size == 0) return g;
@@ -101,8 +101,8 @@ static FactoredWorkspace places_in(const FactoredGrid *g, const FactoredShard *s
     return p;
 }
 
-int64_t factored_workspace(const FactoredRow *row, const FactoredShard *shard) {
-    const FactoredGrid grid = grid_of(row, shard);
+int64_t factored_workspace(const FactoredSlot *slot, const FactoredShard *shard) {
+    const FactoredGrid grid = grid_of(slot, shard);
     return places_in(&grid, shard).end;
 }
 
@@ -113,8 +113,8 @@ static int64_t column_elems_of(const FactoredGrid *g) {
     return (larger(2 * PIECE_ELEMS, g->tile_columns) + 15) / 16 * 16;
 }
 
-int64_t factored_scratch(const FactoredRow *row, const FactoredShard *shard) {
-    const FactoredGrid grid = grid_of(row, shard);
+int64_t factored_scratch(const FactoredSlot *slot, const FactoredShard *shard) {
+    const FactoredGrid grid = grid_of(slot, shard);
     return SCRATCH_DOUBLES + doubles_of(COLUMN_BUFFERS * column_elems_of(&grid));
 }
 
@@ -138,11 +138,11 @@ static FactoredLines lines_of(float *values, double beta, double eps, int leads,
 }
 
 FactoredAverage factored_average(const FactoredWork *w, float *rows, float *columns, double beta, double eps) {
-    const FactoredRow *row = w->job.row;
+    const FactoredSlot *slot = w->job.slot;
     const FactoredShard *h = w->job.shard;
     return (FactoredAverage){
-        lines_of(rows, beta, eps, !h || h->leads_across, row->width, h ? h->width : row->width),
-        lines_of(columns, beta, eps, !h || h->leads_down, row->height, h ? h->height : row->height),
+        lines_of(rows, beta, eps, !h || h->leads_across, slot->width, h ? h->width : slot->width),
+        lines_of(columns, beta, eps, !h || h->leads_down, slot->height, h ? h->height : slot->height),
         is_split(h) ? w->job.means : NULL,
     };
 }
@@ -161,16 +161,16 @@ void factored_select(FactoredWork *w, int64_t from, int64_t to) {
 }
 
 void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad_scale, double beta2, double eps1,
-                    const RowShare *share, double *scratch, double *workspace) {
-    const FactoredRow *row = &s->rows[index];
+                    const SlotShare *share, double *scratch, double *workspace) {
+    const FactoredSlot *slot = &s->slots[index];
     const FactoredShard *shard = s->shards ? &s->shards[index] : NULL;
-    const FactoredGrid grid = grid_of(row, shard);
+    const FactoredGrid grid = grid_of(slot, shard);
     const FactoredWorkspace p = places_in(&grid, shard);
     const int down = shard && shard->split_down, across = shard && shard->split_across;
     float *ratios = (float *)(workspace + p.ratios);
     w->loops = factored_loops_for(s->isa);
     w->job = (FactoredJob){
-        .row = row,
+        .slot = slot,
         .shard = shard,
         .gradient = &s->gradients[index],
         .grad = s->grads[index],
@@ -178,7 +178,9 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
         .grad_scale = (float)grad_scale,
         .beta2 = beta2,
         .eps1 = eps1,
-        .known = {{.values = across ? NULL : row->exp_avg_sq_row}, {.values = down ? NULL : row->exp_avg_sq_col}, NULL},
+        .known = {{.values = across ? NULL : slot->exp_avg_sq_row},
+                  {.values = down ? NULL : slot->exp_avg_sq_col},
+                  NULL},
         .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},
         .scratch = (FactoredScratch *)scratch,
         .tile_sums = workspace,
@@ -187,7 +189,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
         .col_sums = (float *)(workspace + p.col_sums),
         .ratio_sums = (float *)(workspace + p.ratio_sums),
     };
-    w->job.square = factored_average(w, row->exp_avg_sq_row, row->exp_avg_sq_col, beta2, eps1);
+    w->job.square = factored_average(w, slot->exp_avg_sq_row, slot->exp_avg_sq_col, beta2, eps1);
     w->size = (double)w->job.gradient->size;
     if (shard) w->size = (double)shard->matrices * (double)shard->height * (double)shard->width;
     w->barrier = &s->barrier;
@@ -260,7 +262,7 @@ double factored_second_moment(FactoredWork *w) {
     const FactoredJob *job = &w->job;
     const FactoredGrid *g = &job->grid;
     const int split = is_split(job->shard);
-    if (!job->row->factored) return unfactored_second_moment(w);
+    if (!job->slot->factored) return unfactored_second_moment(w);
     for (int64_t tile = w->first; tile < w->last; tile++) {
         job->tile_sums[tile] = w->loops->squares(job, tile);
         if (g->update_sum == SUM_OF_TILES && !split)

@@ -3,8 +3,8 @@
 #ifndef BIGHORN_FACTORED_H
 #define BIGHORN_FACTORED_H
 
-#include "factored_rows.h"
 #include "factored_shards.h"
+#include "factored_slots.h"
 
 typedef struct {
     const FactoredLoops *loops;
@@ -19,7 +19,7 @@ typedef struct {
 
 /* Begins a share of row `index`. The second moment is an average with `beta2` of q = (grad_scale g)^2 + eps1. */
 void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad_scale, double beta2, double eps1,
-                    const RowShare *share, double *scratch, double *workspace);
+                    const SlotShare *share, double *scratch, double *workspace);
 
 /* Returns an average of rows and columns of the tensor, of which a shard may hold a part. */
 FactoredAverage factored_average(const FactoredWork *w, float *rows, float *columns, double beta, double eps);

@@ -86,7 +86,7 @@ typedef struct {
 
 /* One tensor's step, without the optimizer's own part. */
 typedef struct {
-    const FactoredRow *row;
+    const FactoredSlot *slot;
     const FactoredShard *shard; /* NULL: the tensor is whole */
     const Gradient *gradient;
     const void *grad;

@@ -180,7 +180,7 @@ static double second_moment(const FactoredJob *job, int64_t index) {
     double total = 0;
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const float *restrict g = grad_at(job, s.start, s.n, &buffer);
-        float *restrict v = (float *)job->row->exp_avg_sq + s.start, sum = 0;
+        float *restrict v = (float *)job->slot->exp_avg_sq + s.start, sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) {
             v[i] = FMA(beta2, v[i], FMA(rest, g[i] * g[i], shift)); /* CAME-v */
@@ -196,7 +196,7 @@ static double param_square_sum(const FactoredJob *job, int64_t index) {
     float buffer[PIECE_ELEMS];
     double total = 0;
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
-        const float *restrict x = read_weights(&job->row->weights, s.start, s.n, buffer);
+        const float *restrict x = read_weights(&job->slot->weights, s.start, s.n, buffer);
         double sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < s.n; i++) sum += (double)x[i] * x[i];

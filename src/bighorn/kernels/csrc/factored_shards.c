@@ -42,19 +42,19 @@ FactoredShardSums square_shard_sums(const FactoredJob *job) {
 
 void store_shard_average(const FactoredJob *job, const FactoredAverage *average, const FactoredAverage *ratio,
                          const FactoredShardSums *to) {
-    const FactoredRow *row = job->row;
+    const FactoredSlot *slot = job->slot;
     const FactoredShard *h = job->shard;
-    const int64_t rows = row->matrices * row->height, columns = row->matrices * row->width;
+    const int64_t rows = slot->matrices * slot->height, columns = slot->matrices * slot->width;
     if (job->gradient->size == 0) return; /* another shard contributes the old averages */
     if (to->row) spread(average->row.values, rows, h->row_at, to->row);
     if (to->col) spread(average->col.values, columns, h->col_at, to->col);
     if (!to->inner) return;
     const int down = h->split_down;
     const float *known = down ? average->row.values : average->col.values;
-    const int64_t count = down ? row->height : row->width;
+    const int64_t count = down ? slot->height : slot->width;
     if (ratio && down) spread(ratio->col.values, columns, h->col_at, to->inner);
     if (ratio && !down) spread(ratio->row.values, rows, h->row_at, to->inner);
-    for (int64_t k = 0; k < row->matrices; k++) {
+    for (int64_t k = 0; k < slot->matrices; k++) {
         double total = 0, roots = 0;
         for (int64_t i = k * count; i < (k + 1) * count; i++) total += known[i], roots += 1 / sqrt(known[i]);
         to->total[position(h->matrix_at, k)] = total;
@@ -75,11 +75,11 @@ double reduced_row_mean(const FactoredShard *h, const FactoredShardSums *from, i
 }
 
 void load_reduced_average(const FactoredJob *job, const FactoredAverage *average, const FactoredShardSums *from) {
-    const FactoredRow *row = job->row;
+    const FactoredSlot *slot = job->slot;
     const FactoredShard *h = job->shard;
-    if (from->row) cut(from->row, row->matrices * row->height, h->row_at, average->row.values);
-    if (from->col) cut(from->col, row->matrices * row->width, h->col_at, average->col.values);
-    for (int64_t k = 0; k < row->matrices; k++) job->means[k] = reduced_row_mean(h, from, position(h->matrix_at, k));
+    if (from->row) cut(from->row, slot->matrices * slot->height, h->row_at, average->row.values);
+    if (from->col) cut(from->col, slot->matrices * slot->width, h->col_at, average->col.values);
+    for (int64_t k = 0; k < slot->matrices; k++) job->means[k] = reduced_row_mean(h, from, position(h->matrix_at, k));
 }
 
 FactoredSquareSums reduced_square_sums(const FactoredJob *job, const FactoredShardSums *from) {

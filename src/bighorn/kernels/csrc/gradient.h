@@ -4,9 +4,9 @@
 
 #include "numbers.h"
 
-static inline int64_t elements_of(const Gradient *gradients, int64_t rows) {
+static inline int64_t elements_of(const Gradient *gradients, int64_t slots) {
     int64_t elements = 0;
-    for (int64_t row = 0; row < rows; row++) elements += gradients[row].size;
+    for (int64_t slot = 0; slot < slots; slot++) elements += gradients[slot].size;
     return elements;
 }
 

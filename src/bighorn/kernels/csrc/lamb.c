@@ -1,7 +1,7 @@
 /* LAMB: the options, the chunks of a tensor, norms and the trust ratio. layerwise.h has the
  * schedule, lamb_loops.c and lamb_blocks.c have the arithmetic on elements. */
 #include "lamb.h"
-#include "layer_rows.h"
+#include "layer_slots.h"
 
 #include <math.h>
 
@@ -32,8 +32,8 @@ static double ball_step(double radius, double lr, LayerSums total, double *facto
 
 /* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v
  * being divided by it. */
-static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double grad_scale) {
-    int64_t t = (int64_t)*row->step + 1;
+static LambFactors factors_of(const LambOptions *o, const LayerSlot *slot, double grad_scale) {
+    int64_t t = (int64_t)*slot->step + 1;
     double correction1 = o->bias_correction == BIAS_CORRECTION_FALSE ? 1 : one_minus_power(o->betas[0], t);
     double correction2 = o->bias_correction == BIAS_CORRECTION_FALSE || o->second_moment == SECOND_MOMENT_ADAGRAD
                              ? 1
@@ -52,56 +52,56 @@ static LambFactors factors_of(const LambOptions *o, const LayerRow *row, double 
         .eps = o->eps * root,
         .weight_decay = o->decay_mode == DECAY_MODE_RATIO ? o->weight_decay : 0,
         .decay = o->decay_mode == DECAY_MODE_DECOUPLED ? 1 - o->lr * o->weight_decay : 1,
-        .rng_key = rng_key_at(&row->weights, o->rounding_seed, t),
-        .dither = dither_at(&row->weights, o->rounding_seed, t),
+        .rng_key = rng_key_at(&slot->weights, o->rounding_seed, t),
+        .dither = dither_at(&slot->weights, o->rounding_seed, t),
     };
 }
 
 /* Returns the norm that a tensor keeps, its first one; one thread stores it, while others may read it. */
-static float radius_of(const LayerRow *row, float weight_norm, bool stores) {
+static float radius_of(const LayerSlot *slot, float weight_norm, bool stores) {
     float radius;
-    __atomic_load(row->radius, &radius, __ATOMIC_RELAXED);
+    __atomic_load(slot->radius, &radius, __ATOMIC_RELAXED);
     if (radius != 0) return radius;
-    if (stores) __atomic_store(row->radius, &weight_norm, __ATOMIC_RELAXED);
+    if (stores) __atomic_store(slot->radius, &weight_norm, __ATOMIC_RELAXED);
     return weight_norm;
 }
 
 /* ---- the rule of layerwise.h ----------------------------------------------------------------------------- */
 
-static LayerInfo prepare(const LayerRows *s, int64_t row, void *locals) {
-    const LayerRow *r = &s->rows[row];
+static LayerInfo prepare(const LayerSlots *s, int64_t slot, void *locals) {
+    const LayerSlot *r = &s->slots[slot];
     const LambOptions *o = options_of(s, r);
     LambLocals *l = locals;
     l->loops = r->inner > 0 ? lamb_blocks_for(s->isa) : lamb_loops_for(s->isa);
     l->factors = factors_of(o, r, s->grad_scale);
-    return layer_info(s, row, sizeof(float), o->adapt);
+    return layer_info(s, slot, sizeof(float), o->adapt);
 }
 
-static LayerSums first(const LayerRows *s, const LayerChunk *b, const void *locals, void *update) {
+static LayerSums first(const LayerSlots *s, const LayerChunk *b, const void *locals, void *update) {
     const LambLocals *l = locals;
-    const LambOptions *o = options_of(s, b->row);
+    const LambOptions *o = options_of(s, b->slot);
     if (o->hyperball) return l->loops->moments_on_ball(b, &l->factors, update);
     return o->adapt ? l->loops->moments(b, &l->factors, update)
                     : l->loops->moments_and_apply(b, &l->factors, l->factors.lr);
 }
 
-static double ratio(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms) {
+static double ratio(const LayerSlots *s, int64_t slot, void *locals, LayerSums total, bool writes_norms) {
     LambLocals *l = locals;
-    const LambOptions *o = options_of(s, &s->rows[row]);
+    const LambOptions *o = options_of(s, &s->slots[slot]);
     const double weight_norm = sqrt(total.weight) * fabs(l->factors.decay), update_norm = sqrt(total.update);
     double ratio;
     if (o->hyperball) {
-        const float radius = radius_of(&s->rows[row], (float)weight_norm, writes_norms);
+        const float radius = radius_of(&s->slots[slot], (float)weight_norm, writes_norms);
         ratio = ball_step(radius, l->factors.lr, total, &l->factors.decay);
     } else {
         ratio = trust_ratio(o, weight_norm, update_norm);
     }
-    float *norms = s->rows[row].metrics;
+    float *norms = s->slots[slot].metrics;
     if (writes_norms) norms[0] = (float)weight_norm, norms[1] = (float)update_norm, norms[2] = (float)ratio;
     return ratio;
 }
 
-static void second(const LayerRows *s, const LayerChunk *b, const void *locals, double ratio, const void *update) {
+static void second(const LayerSlots *s, const LayerChunk *b, const void *locals, double ratio, const void *update) {
     const LambLocals *l = locals;
     (void)s;
     l->loops->apply(b, &l->factors, l->factors.lr * ratio, update);

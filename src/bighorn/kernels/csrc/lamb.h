@@ -17,7 +17,7 @@ typedef struct {
 
 /* Whether weights and gradients are bfloat16 that can be used in place. */
 static inline int all_in_bfloat16(const LayerChunk *b) {
-    return is_in_bfloat16(&b->row->weights) && b->gradient->type == BFLOAT16;
+    return is_in_bfloat16(&b->slot->weights) && b->gradient->type == BFLOAT16;
 }
 
 /* lamb_loops.c has these functions for moments in floats, and lamb_blocks.c for moments in quantization blocks. */

@@ -11,7 +11,7 @@
 /* One block. If the number of elements is not a multiple of LANES, data are copied into buffers and padded with
  * zeros. */
 typedef struct {
-    const LayerRow *row;
+    const LayerSlot *slot;
     int64_t start, scale;
     int n, type; /* the type of x and g: bfloat16 if both are used in place, else float32 */
     const void *x, *g;
@@ -33,9 +33,9 @@ typedef struct {
 #define FOR_TYPE(form, block, function, ...)                                  \
     ((block)->type == BFLOAT16 ? function(form, BFLOAT16, block, __VA_ARGS__) \
                                : function(form, FLOAT32, block, __VA_ARGS__))
-#define FOR_FORMS(block, function, ...)                                                      \
-    ((block)->row->state_type == INT8 ? FOR_TYPE(CODEC_SIGNED, block, function, __VA_ARGS__) \
-                                      : FOR_TYPE(CODEC_INT4, block, function, __VA_ARGS__))
+#define FOR_FORMS(block, function, ...)                                                       \
+    ((block)->slot->state_type == INT8 ? FOR_TYPE(CODEC_SIGNED, block, function, __VA_ARGS__) \
+                                       : FOR_TYPE(CODEC_INT4, block, function, __VA_ARGS__))
 
 /* ---- lanes ----------------------------------------------------------------------------------------------- */
 
@@ -100,17 +100,17 @@ static void *padded(void *buffer, const void *data, int64_t bytes, int64_t all) 
     return buffer;
 }
 
-static void place_block(LambQuantBlock *block, const LayerRow *row, CodecPart part, float *u) {
-    block->row = row, block->start = part.start, block->scale = part.scale, block->n = part.size;
+static void place_block(LambQuantBlock *block, const LayerSlot *slot, CodecPart part, float *u) {
+    block->slot = slot, block->start = part.start, block->scale = part.scale, block->n = part.size;
     block->u = u && block->n % LANES == 0 ? u : block->u_buffer, block->wanted = u;
 }
 
 static void load_block_codes(LambQuantBlock *block) {
-    const LayerRow *row = block->row;
+    const LayerSlot *slot = block->slot;
     const int64_t start = block->start;
-    block->m_codes = (uint8_t *)row->exp_avg + start, block->v_codes = (uint8_t *)row->exp_avg_sq + start;
-    if (row->state_type == INT4) {
-        unpack_int4((const int8_t *)row->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
+    block->m_codes = (uint8_t *)slot->exp_avg + start, block->v_codes = (uint8_t *)slot->exp_avg_sq + start;
+    if (slot->state_type == INT4) {
+        unpack_int4((const int8_t *)slot->exp_avg + start / 2, block->n, (int8_t *)block->m_buffer);
         block->m_codes = block->m_buffer;
     }
     if (block->n % LANES) {
@@ -120,7 +120,7 @@ static void load_block_codes(LambQuantBlock *block) {
 }
 
 static void load_block_weights(LambQuantBlock *block, const int type) {
-    const Weights *w = &block->row->weights;
+    const Weights *w = &block->slot->weights;
     block->type = block->n % LANES ? FLOAT32 : type;
     if (block->type == BFLOAT16) {
         block->x = (const uint16_t *)w->data + block->start;
@@ -142,9 +142,9 @@ FORCE_INLINE void load_block_grad(LambQuantBlock *block, const LayerChunk *b, co
 
 /* Updates the moments, whose values stay in the buffers, and computes their scales. */
 FORCE_INLINE_TEMPLATE void advance_as(const enum CodecForm form, const int type, LambQuantBlock *block, LambFloats f) {
-    const LayerRow *row = block->row;
-    const float m_unit = scale_of(form, row->exp_avg_scale[block->scale]).unit;
-    const float v_unit = scale_of(CODEC_UNSIGNED, row->exp_avg_sq_scale[block->scale]).unit;
+    const LayerSlot *slot = block->slot;
+    const float m_unit = scale_of(form, slot->exp_avg_scale[block->scale]).unit;
+    const float v_unit = scale_of(CODEC_UNSIGNED, slot->exp_avg_sq_scale[block->scale]).unit;
     const float v_root_unit = form == CODEC_INT4 ? sqrtf(v_unit) : 1;
     const void *g = block->g, *m_codes = block->m_codes, *v_codes = block->v_codes;
     const int n = block->n;
@@ -214,16 +214,17 @@ FORCE_INLINE_TEMPLATE void encode_as(const enum CodecForm form, const int type, 
 
 /* Stores the moments and computes u. */
 static void store_moments(LambQuantBlock *block, const LambFloats *f, LambLaneSums *sums) {
-    const LayerRow *row = block->row;
+    const LayerSlot *slot = block->slot;
     make_ready(block->v, block->n, &block->v_scale);
-    if (row->state_type == INT4) divide(block, *f);
+    if (slot->state_type == INT4) divide(block, *f);
     make_ready(block->m, block->n, &block->m_scale);
-    row->exp_avg_scale[block->scale] = block->m_scale.scale, row->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
+    slot->exp_avg_scale[block->scale] = block->m_scale.scale,
+    slot->exp_avg_sq_scale[block->scale] = block->v_scale.scale;
     FOR_FORMS(block, encode_as, *f, sums);
-    if (row->state_type == INT4) pack_int4(block->m_codes, block->n, (int8_t *)row->exp_avg + block->start / 2);
-    else if (block->n % LANES) memcpy((uint8_t *)row->exp_avg + block->start, block->m_codes, (size_t)block->n);
+    if (slot->state_type == INT4) pack_int4(block->m_codes, block->n, (int8_t *)slot->exp_avg + block->start / 2);
+    else if (block->n % LANES) memcpy((uint8_t *)slot->exp_avg + block->start, block->m_codes, (size_t)block->n);
     if (block->n % LANES) {
-        memcpy((uint8_t *)row->exp_avg_sq + block->start, block->v_codes, (size_t)block->n);
+        memcpy((uint8_t *)slot->exp_avg_sq + block->start, block->v_codes, (size_t)block->n);
         if (block->wanted) memcpy(block->wanted, block->u, (size_t)block->n * sizeof(float));
     }
 }
@@ -231,8 +232,8 @@ static void store_moments(LambQuantBlock *block, const LambFloats *f, LambLaneSu
 /* Computes u from the stored moments. */
 FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, LambQuantBlock *block,
                                      const LambFloats f) {
-    const float m_unit = scale_of(form, block->row->exp_avg_scale[block->scale]).unit;
-    const float v_root_unit = sqrtf(scale_of(CODEC_UNSIGNED, block->row->exp_avg_sq_scale[block->scale]).unit);
+    const float m_unit = scale_of(form, block->slot->exp_avg_scale[block->scale]).unit;
+    const float v_root_unit = sqrtf(scale_of(CODEC_UNSIGNED, block->slot->exp_avg_sq_scale[block->scale]).unit);
     for (int i = 0; i < block->n; i += LANES) {
         Lanes m = load_powers(form, block->m_codes, i), v = load_powers(CODEC_UNSIGNED, block->v_codes, i);
         store(block->u + i, updates(form, f, m_unit, v_root_unit, load_as(type, block->x, i), m, v));
@@ -241,7 +242,7 @@ FORCE_INLINE_TEMPLATE void update_as(const enum CodecForm form, const int type, 
 
 /* Updates x from u. */
 static void apply_update(const LambFloats f, float step, LambQuantBlock *block, const float *restrict stored) {
-    const Weights *w = &block->row->weights;
+    const Weights *w = &block->slot->weights;
     if (is_in_bfloat16(w)) { /* no NaN has low bits here, since u is computed from codes */
         uint16_t *restrict x = (uint16_t *)w->data + block->start;
 #pragma omp simd
@@ -275,8 +276,8 @@ static void load_block_update(LambQuantBlock *block, const LambFloats *f, const 
 static LayerSums careful_sums(const LayerChunk *b, const LambFloats *f) {
     LayerSums sums = {0};
     LambQuantBlock block;
-    EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
-        place_block(&block, b->row, part, NULL);
+    EACH_CODEC_PART(part, b->slot->inner, b->start, b->start + b->size) {
+        place_block(&block, b->slot, part, NULL);
         load_block_update(&block, f, FLOAT32);
         for (int i = 0; i < block.n; i++) {
             const double x = ((const float *)block.x)[i], u = block.u[i];
@@ -291,8 +292,8 @@ static LayerSums step_block(const LayerChunk *b, const LambFloats *f, const floa
     const int type = type_of(b, f);
     LambLaneSums lane_sums = {{0}, {0}, {0}};
     LambQuantBlock block;
-    EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
-        place_block(&block, b->row, part, update ? update + (part.start - b->start) : NULL);
+    EACH_CODEC_PART(part, b->slot->inner, b->start, b->start + b->size) {
+        place_block(&block, b->slot, part, update ? update + (part.start - b->start) : NULL);
         load_block_codes(&block);
         load_block_weights(&block, type);
         load_block_grad(&block, b, f);
@@ -319,10 +320,10 @@ static LayerSums moments_and_apply(const LayerChunk *b, const LambFactors *facto
 static void apply(const LayerChunk *b, const LambFactors *factors, double step, const void *update) {
     const LambFloats f = floats_of(factors);
     const float *stored = update;
-    const int type = is_in_bfloat16(&b->row->weights) ? BFLOAT16 : FLOAT32; /* gradients are not read */
+    const int type = is_in_bfloat16(&b->slot->weights) ? BFLOAT16 : FLOAT32; /* gradients are not read */
     LambQuantBlock block;
-    EACH_CODEC_PART(part, b->row->inner, b->start, b->start + b->size) {
-        place_block(&block, b->row, part, NULL);
+    EACH_CODEC_PART(part, b->slot->inner, b->start, b->start + b->size) {
+        place_block(&block, b->slot, part, NULL);
         if (!stored) load_block_update(&block, &f, type);
         apply_update(f, (float)step, &block, stored ? stored + (part.start - b->start) : block.u);
     }

@@ -20,9 +20,9 @@ FORCE_INLINE_TEMPLATE int on_ball(const enum LambUpdateUse after) {
  * masters adds up squares in another order than the loop for float32 gradients, so it is used only if x does not
  * depend on the sums. */
 static int has_bfloat16_grads(const LayerChunk *b, const LambFloats *f, const enum LambUpdateUse after) {
-    const Weights *w = &b->row->weights;
+    const Weights *w = &b->slot->weights;
     const int has_masters =
-        w->type == FLOAT32 && used_in_place(w) && b->row->state_type == FLOAT32 && b->gradient->type == BFLOAT16;
+        w->type == FLOAT32 && used_in_place(w) && b->slot->state_type == FLOAT32 && b->gradient->type == BFLOAT16;
     return f->l2 == 0 && ((has_masters && after == UPDATE_APPLY) || all_in_bfloat16(b));
 }
 

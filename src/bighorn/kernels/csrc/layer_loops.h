@@ -28,7 +28,7 @@ static inline int loop_type(const Weights *w) { return used_in_place(w) ? w->typ
 /* Returns the elements of a piece: all of a chunk if its data are used in place, since a longer loop has more loads in
  * flight, which saves 4% of a step beyond the caches. */
 static inline int layer_piece(const LayerChunk *b) {
-    const int in_place = used_in_place(&b->row->weights) && b->gradient->type == FLOAT32;
+    const int in_place = used_in_place(&b->slot->weights) && b->gradient->type == FLOAT32;
     return in_place ? CHUNK_ELEMS : PIECE_ELEMS;
 }
 
@@ -37,7 +37,7 @@ typedef struct {
     float x[PIECE_ELEMS], g[PIECE_ELEMS];
 } LayerBuffers;
 
-/* A piece of a chunk: elements [start, start + n) of the row. Moments are used in place, and so are weights that
+/* A piece of a chunk: elements [start, start + n) of the slot. Moments are used in place, and so are weights that
  * are not float16, and rounded to the nearest. */
 typedef struct {
     const LayerChunk *chunk;
@@ -50,15 +50,15 @@ typedef struct {
 /* Moves to the next piece, of at most so many elements; returns false after the last one. */
 FORCE_INLINE bool next_piece(LayerPiece *p, int most) {
     const LayerChunk *b = p->chunk;
-    const LayerRow *row = b->row;
-    const Weights *w = &row->weights;
+    const LayerSlot *slot = b->slot;
+    const Weights *w = &slot->weights;
     const int64_t left = b->start + b->size - (p->start += p->n);
     if (left <= 0) return false;
     p->n = left < most ? (int)left : most;
-    p->x_type = loop_type(w), p->state_type = row->state_type;
+    p->x_type = loop_type(w), p->state_type = slot->state_type;
     p->x = used_in_place(w) ? at(w->data, w->type, p->start) : read_weights(w, p->start, p->n, p->buffers->x);
-    p->m = at(row->exp_avg, row->state_type, p->start);
-    p->v = row->exp_avg_sq ? at(row->exp_avg_sq, row->state_type, p->start) : NULL;
+    p->m = at(slot->exp_avg, slot->state_type, p->start);
+    p->v = slot->exp_avg_sq ? at(slot->exp_avg_sq, slot->state_type, p->start) : NULL;
     return true;
 }
 
@@ -71,7 +71,7 @@ FORCE_INLINE const float *piece_grad(const LayerPiece *p) {
 }
 
 static inline void store_piece(const LayerPiece *p, uint32_t rng_key) {
-    const Weights *w = &p->chunk->row->weights;
+    const Weights *w = &p->chunk->slot->weights;
     if (!used_in_place(w)) write_weights(w, rng_key, p->start, p->n, p->x);
 }
 

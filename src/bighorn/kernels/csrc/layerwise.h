@@ -12,9 +12,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A chunk: elements [start, start + size) of a row. */
+/* A chunk: elements [start, start + size) of a slot. */
 typedef struct {
-    const LayerRow *row;
+    const LayerSlot *slot;
     const Gradient *gradient;
     const void *grad;
     int64_t start, size;
@@ -29,48 +29,49 @@ static inline void add_sums(LayerSums *total, LayerSums sums) {
     total->weight += sums.weight, total->update += sums.update, total->inner += sums.inner;
 }
 
-/* The bytes of a thread for values that are computed once per row, before the loops. */
+/* The bytes of a thread for values that are computed once per slot, before the loops. */
 enum { LAYER_LOCALS_BYTES = 128 };
 
 /* A thread's part of the scratch begins at a multiple of this. */
 enum { CACHE_LINE_BYTES = 64 };
 
-/* The properties of a row that the schedule needs. */
+/* The properties of a slot that the schedule needs. */
 typedef struct {
     int64_t chunks;
     int update_bytes; /* of one element of a stored update */
-    bool needs_ratio; /* false: the first loop finishes the row */
+    bool needs_ratio; /* false: the first loop finishes the slot */
 } LayerInfo;
 
-/* The arguments of a call, which layer_rows.h defines. */
-typedef struct LayerRows LayerRows;
+/* The arguments of a call, which layer_slots.h defines. */
+typedef struct LayerSlots LayerSlots;
 
 /* The functions that an optimizer supplies. Rows and chunks are indices. A chunk has at most CHUNK_ELEMS elements, and
  * chunks do not depend on the number of threads. */
 typedef struct {
-    /* Computes a row's locals, and returns the properties of the row that the schedule needs. */
-    LayerInfo (*prepare)(const LayerRows *s, int64_t row, void *locals);
-    LayerChunk (*chunk)(const LayerRows *s, int64_t row, int64_t chunk);
+    /* Computes a slot's locals, and returns the properties of the slot that the schedule needs. */
+    LayerInfo (*prepare)(const LayerSlots *s, int64_t slot, void *locals);
+    LayerChunk (*chunk)(const LayerSlots *s, int64_t slot, int64_t chunk);
     /* The first loop, over one chunk, updates state and u, and the weights if no ratio is needed. What the second loop
      * needs of u is stored in `update`; if `update` is NULL, the second loop computes it again. */
-    LayerSums (*first)(const LayerRows *s, const LayerChunk *chunk, const void *locals, void *update);
+    LayerSums (*first)(const LayerSlots *s, const LayerChunk *chunk, const void *locals, void *update);
     /* Returns the ratio, from the sums over the whole tensor, and adds what else follows from them to the locals.
-     * `writes_norms` is true in one thread, which writes the row's metrics. */
-    double (*ratio)(const LayerRows *s, int64_t row, void *locals, LayerSums total, bool writes_norms);
-    /* The second loop, over one chunk, updates the weights; NULL if no row needs it. */
-    void (*second)(const LayerRows *s, const LayerChunk *chunk, const void *locals, double ratio, const void *update);
+     * `writes_norms` is true in one thread, which writes the slot's metrics. */
+    double (*ratio)(const LayerSlots *s, int64_t slot, void *locals, LayerSums total, bool writes_norms);
+    /* The second loop, over one chunk, updates the weights; NULL if no slot needs it. */
+    void (*second)(const LayerSlots *s, const LayerChunk *chunk, const void *locals, double ratio, const void *update);
 } LayerwiseRule;
 
 /* One call. All fields but `barrier` are inputs. */
 typedef struct {
-    const LayerRows *rows; /* the first argument of the rule's functions */
-    RowQueue queue;
+    const LayerSlots *slots; /* the first argument of the rule's functions */
+    SlotQueue queue;
     int phase;    /* LayerwisePhase */
-    double *sums; /* `sums_per_row` of each row, kept between two calls that run one phase each; else NULL */
-    int sums_per_row;
+    double *sums; /* `sums_per_slot` of each slot, kept between two calls that run one phase each; else NULL */
+    int sums_per_slot;
     char *scratch; /* stored updates; the team divides it evenly */
     int64_t scratch_bytes;
-    LayerSums *partial[2]; /* one per chunk of a shared row; two arrays, so that a fast thread can begin the next row */
+    LayerSums
+        *partial[2]; /* one per chunk of a shared slot; two arrays, so that a fast thread can begin the next slot */
     RunBarrier barrier;
 } LayerwiseStep;
 
@@ -78,13 +79,13 @@ typedef struct {
  * last to the first, in groups of REVERSED_CHUNKS, and then all others in order. */
 enum { CACHED_CHUNKS = 128, REVERSED_CHUNKS = 8 };
 
-/* One thread's share of a row: chunks [first, last). */
+/* One thread's share of a slot: chunks [first, last). */
 typedef struct {
-    int64_t row, first, last;
+    int64_t slot, first, last;
     int64_t stored;      /* updates are stored from this chunk on; before it, they are computed again */
     char *scratch;       /* the stored updates */
     int64_t chunk_bytes; /* of a stored update */
-    LayerSums *partial;  /* for a row that all threads share; else NULL */
+    LayerSums *partial;  /* for a slot that all threads share; else NULL */
     int team;
 } LayerSlice;
 
@@ -93,14 +94,14 @@ FORCE_INLINE void *layerwise_update(const LayerSlice *slice, int64_t chunk) {
     return chunk < slice->stored ? NULL : slice->scratch + (chunk - slice->stored) * slice->chunk_bytes;
 }
 
-/* Returns the sums of the whole row. They are added up chunk by chunk, so that they do not depend on the number of
+/* Returns the sums of the whole slot. They are added up chunk by chunk, so that they do not depend on the number of
  * threads. */
 FORCE_INLINE_TEMPLATE LayerSums layerwise_first_phase(const LayerwiseRule rule, LayerwiseStep *s,
                                                       const LayerSlice *slice, const LayerInfo info, void *locals) {
     LayerSums total = {0}, *partial = slice->partial;
     for (int64_t b = slice->first; b < slice->last; b++) {
-        const LayerChunk chunk = rule.chunk(s->rows, slice->row, b);
-        const LayerSums sums = rule.first(s->rows, &chunk, locals, layerwise_update(slice, b));
+        const LayerChunk chunk = rule.chunk(s->slots, slice->slot, b);
+        const LayerSums sums = rule.first(s->slots, &chunk, locals, layerwise_update(slice, b));
         if (partial) partial[b] = sums;
         add_sums(&total, sums);
     }
@@ -118,23 +119,23 @@ FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, Laye
         const int64_t group = slice->last - end < CACHED_CHUNKS ? REVERSED_CHUNKS : end - slice->first;
         start = end - group > slice->first ? end - group : slice->first;
         for (int64_t b = start; b < end; b++) {
-            const LayerChunk chunk = rule.chunk(s->rows, slice->row, b);
-            rule.second(s->rows, &chunk, locals, ratio, layerwise_update(slice, b));
+            const LayerChunk chunk = rule.chunk(s->slots, slice->slot, b);
+            rule.second(s->slots, &chunk, locals, ratio, layerwise_update(slice, b));
         }
     }
 }
 
-/* Steps one row, or one thread's share of it. `rule` is a constant, so that its functions are inlined. */
-FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, LayerwiseStep *s, int64_t row,
-                                              const RowShare *share) {
+/* Steps one slot, or one thread's share of it. `rule` is a constant, so that its functions are inlined. */
+FORCE_INLINE_TEMPLATE void layerwise_step_slot(const LayerwiseRule rule, LayerwiseStep *s, int64_t slot,
+                                               const SlotShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
     const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
-    const LayerInfo info = rule.prepare(s->rows, row, locals);
+    const LayerInfo info = rule.prepare(s->slots, slot, locals);
     const int64_t chunk_bytes = CHUNK_ELEMS * info.update_bytes;
     const int64_t room = s->phase == PHASE_BOTH ? own_bytes / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
-        .row = row,
+        .slot = slot,
         .first = share_of(info.chunks, share->part, share->parts),
         .last = share_of(info.chunks, share->part + 1, share->parts),
         .scratch = s->scratch + share->thread * own_bytes,
@@ -143,15 +144,15 @@ FORCE_INLINE_TEMPLATE void layerwise_step_row(const LayerwiseRule rule, Layerwis
         .team = share->team,
     };
     slice.stored = slice.last - slice.first < room ? slice.first : slice.last - room;
-    double *sums = s->sums ? s->sums + row * s->sums_per_row : NULL;
-    const LayerSums total = s->phase == PHASE_SECOND ? (LayerSums){sums[0], sums[1], s->sums_per_row > 2 ? sums[2] : 0}
+    double *sums = s->sums ? s->sums + slot * s->sums_per_slot : NULL;
+    const LayerSums total = s->phase == PHASE_SECOND ? (LayerSums){sums[0], sums[1], s->sums_per_slot > 2 ? sums[2] : 0}
                                                      : layerwise_first_phase(rule, s, &slice, info, locals);
     if (s->phase == PHASE_FIRST) {
         if (leads) sums[0] = total.weight, sums[1] = total.update;
-        if (leads && s->sums_per_row > 2) sums[2] = total.inner;
+        if (leads && s->sums_per_slot > 2) sums[2] = total.inner;
         return;
     }
-    const double ratio = rule.ratio(s->rows, row, locals, total, leads);
+    const double ratio = rule.ratio(s->slots, slot, locals, total, leads);
     if (rule.second && info.needs_ratio) layerwise_second_phase(rule, s, &slice, locals, ratio);
 }
 

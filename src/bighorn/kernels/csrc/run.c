@@ -165,20 +165,20 @@ void wait_for_all(RunBarrier *barrier, int team) {
     atomic_fetch_sub(&barrier->sleepers, 1);
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------------ */
+/* ---- slots ------------------------------------------------------------------------------------------------ */
 
-void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data) {
+void for_each_slot(SlotQueue *queue, int thread, int team, SlotFunction *function, void *data) {
     int64_t first = 0,
-            rest = elements_in(queue); /* the first of the rows that one thread each steps, and all of them */
+            rest = elements_in(queue); /* the first of the slots that one thread each steps, and all of them */
     for (; first < queue->count && team > 1; first++) {
-        const int64_t row = queue->order[first], size = queue->gradients[row].size;
+        const int64_t slot = queue->order[first], size = queue->gradients[slot].size;
         const bool outlasts_others = size > PARALLEL_MIN_ELEMS && size * team > rest;
         if (size <= queue->shared_min_elems && !outlasts_others) break;
         rest -= size;
-        const RowShare part = {.thread = thread, .team = team, .part = thread, .parts = team, .turn = first};
-        function(data, row, &part);
+        const SlotShare part = {.thread = thread, .team = team, .part = thread, .parts = team, .turn = first};
+        function(data, slot, &part);
     }
-    const RowShare whole = {.thread = thread, .team = team, .part = 0, .parts = 1};
+    const SlotShare whole = {.thread = thread, .team = team, .part = 0, .parts = 1};
     for (;;) {
         const int64_t position = first + atomic_fetch_add(&queue->next, 1);
         if (position >= queue->count) return;
@@ -186,7 +186,7 @@ void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, 
     }
 }
 
-int64_t elements_in(const RowQueue *queue) {
+int64_t elements_in(const SlotQueue *queue) {
     int64_t elements = 0;
     for (int64_t i = 0; i < queue->count; i++) elements += queue->gradients[queue->order[i]].size;
     return elements;

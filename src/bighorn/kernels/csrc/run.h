@@ -35,31 +35,31 @@ void wait_for_all(RunBarrier *barrier, int team);
 /* Returns the first of `count` items in part `part` of `parts`; it ends at the first item of the next part. */
 static inline int64_t share_of(int64_t count, int64_t part, int64_t parts) { return count * part / parts; }
 
-/* ---- rows ------------------------------------------------------------------------------------------------ */
+/* ---- slots ------------------------------------------------------------------------------------------------ */
 
-/* The rows of a call. `next` must be 0 before it. */
+/* The slots of a call. `next` must be 0 before it. */
 typedef struct {
-    const int64_t *order; /* the indices of the rows that take part, largest row first */
+    const int64_t *order; /* the indices of the slots that take part, largest slot first */
     const Gradient *gradients;
-    int64_t count; /* of rows in `order` */
-    /* All threads share a row of more elements than this, or one that would keep a thread busy when the others have
-     * finished all that follow it; one thread gets any other row. */
+    int64_t count; /* of slots in `order` */
+    /* All threads share a slot of more elements than this, or one that would keep a thread busy when the others have
+     * finished all that follow it; one thread gets any other slot. */
     int64_t shared_min_elems;
-    atomic_llong next; /* the next of the rows that one thread each steps */
-} RowQueue;
+    atomic_llong next; /* the next of the slots that one thread each steps */
+} SlotQueue;
 
-/* One thread's share of one row. */
+/* One thread's share of one slot. */
 typedef struct {
     int thread, team; /* the thread's index, and the number of threads */
-    int part, parts;  /* 0 of 1 for a row that one thread steps */
-    int64_t turn;     /* the number of shared rows before: rows can alternate between two sets of memory */
-} RowShare;
+    int part, parts;  /* 0 of 1 for a slot that one thread steps */
+    int64_t turn;     /* the number of shared slots before: slots can alternate between two sets of memory */
+} SlotShare;
 
-typedef void RowFunction(void *data, int64_t row, const RowShare *share);
+typedef void SlotFunction(void *data, int64_t slot, const SlotShare *share);
 
-/* Calls the function for each row that this thread has a share in. */
-void for_each_row(RowQueue *queue, int thread, int team, RowFunction *function, void *data);
+/* Calls the function for each slot that this thread has a share in. */
+void for_each_slot(SlotQueue *queue, int thread, int team, SlotFunction *function, void *data);
 
-int64_t elements_in(const RowQueue *queue);
+int64_t elements_in(const SlotQueue *queue);
 
 #endif

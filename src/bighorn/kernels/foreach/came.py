@@ -41,18 +41,18 @@ class Matrices(NamedTuple):
 class CameGroup(Group[CameOptions]):
     """Rows that are stepped together, or this rank's shards of them. Matrices of one shape are neighbours."""
 
-    def __init__(self, bucket: Bucket[CameOptions], rows: list[int]) -> None:
-        shapes = {i: torch.Size(bucket.shards[i].shape) if bucket.shards else bucket.params[i].shape for i in rows}
-        self.without_elements = [bucket.metrics[i] for i in rows if 0 in shapes[i]]
+    def __init__(self, bucket: Bucket[CameOptions], slots: list[int]) -> None:
+        shapes = {i: torch.Size(bucket.shards[i].shape) if bucket.shards else bucket.params[i].shape for i in slots}
+        self.without_elements = [bucket.metrics[i] for i in slots if 0 in shapes[i]]
         if bucket.options.factor:
-            rows = sorted(rows, key=lambda i: matrix_shape(shapes[i], bucket.options.factor))
-        super().__init__(bucket, [i for i in rows if 0 not in shapes[i]])
+            slots = sorted(slots, key=lambda i: matrix_shape(shapes[i], bucket.options.factor))
+        super().__init__(bucket, [i for i in slots if 0 not in shapes[i]])
 
     def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
         """Advance the averages, clip the update, and move the weights."""
         for metrics in self.without_elements:
             metrics.fill_(1.0)[:1].zero_()
-        if not self.rows:
+        if not self.slots:
             return
         o, t, x = self.bucket.options, self.counts(), self.weights()
         gain = 1 - o.betas[1] if o.decay_rate is None else t**-o.decay_rate
@@ -143,16 +143,16 @@ class CameGroup(Group[CameOptions]):
         return [whole._replace(tensors=len(list(run))) for whole, run in runs]
 
     def _memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return new memory as the matrices of each shape, and as a tensor for each row, like its gradient."""
+        """Return new memory as the matrices of each shape, and as a tensor for each slot, like its gradient."""
         make = torch.zeros if any(shard.elements is not None for shard in self.shards) else torch.empty
         arrays = [make(box.shape, dtype=self.dtype, device=self.device) for box, _ in self.boxes]
         sizes = [box.of_each * box.height * box.width for box, _ in self.boxes]
-        rows = [
-            row
+        slots = [
+            slot
             for array, (box, _), size in zip(arrays, self.boxes, sizes, strict=True)
-            for row in array.view(box.tensors, size).unbind()
+            for slot in array.view(box.tensors, size).unbind()
         ]
-        parts = [shard.unbox(row.view(shard.size)) for row, shard in zip(rows, self.shards, strict=True)]
+        parts = [shard.unbox(slot.view(shard.size)) for slot, shard in zip(slots, self.shards, strict=True)]
         return arrays, [part.view(x.shape) for part, x in zip(parts, self.x, strict=True)]
 
     def _fill(self, parts: list[Tensor], scale: Tensor | float, apply_mask: Tensor | None) -> None:

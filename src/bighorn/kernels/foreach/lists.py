@@ -1,6 +1,6 @@
 """Lists of tensors in few calls, as in torch's own foreach optimizers.
 
-A call costs the host as much for a thousand tensors as for one, so rows are stepped together, in groups whose
+A call costs the host as much for a thousand tensors as for one, so slots are stepped together, in groups whose
 temporaries are bounded. The optimizer adds the arithmetic of a group, which is the same for shards.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bighorn.capabilities import wide
 from bighorn.kernels.arithmetic import compute_dtype
-from bighorn.kernels.bucket import Bucket, Shard, rows_with_grad
+from bighorn.kernels.bucket import Bucket, Shard, slots_with_grad
 from bighorn.kernels.codec import (
     BLOCK,
     NEAREST,
@@ -64,9 +64,9 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
     return 12
 
 
-def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[int]]:
-    """Yield groups of rows with bounded temporaries. Shards count as whole tensors, so ranks form equal groups."""
-    rows: list[int] = []
+def group_slots(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of slots with bounded temporaries. Shards count as whole tensors, so ranks form equal groups."""
+    slots: list[int] = []
     limit = CACHED_BYTES if bucket.metrics.device.type == "cpu" else GROUP_BYTES
     total = largest = 0
     for i in among:
@@ -74,13 +74,13 @@ def group_rows(bucket: Bucket[Options], among: Sequence[int]) -> Iterator[list[i
         size = math.prod(shape)
         if bucket.options.blocks:
             size = math.prod(scales_shape(shape, scales_of(bucket.state)[i].dim() - 1)) * BLOCK
-        if rows and (total + size - max(largest, size)) * temporary_bytes(bucket) > limit:
-            yield rows
-            rows, total, largest = [], 0, 0
-        rows.append(i)
+        if slots and (total + size - max(largest, size)) * temporary_bytes(bucket) > limit:
+            yield slots
+            slots, total, largest = [], 0, 0
+        slots.append(i)
         total, largest = total + size, max(largest, size)
-    if rows:
-        yield rows
+    if slots:
+        yield slots
 
 
 def scales_of(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
@@ -89,25 +89,25 @@ def scales_of(state: Mapping[str, list[Tensor]]) -> list[Tensor]:
 
 
 class Group(Generic[Options]):
-    """Rows of a bucket that are stepped together.
+    """Slots of a bucket that are stepped together.
 
     A step that is not applied computes with gradients of zeros and moments that do not decay, and moves no weight:
     copies for a choice between old and new values would be larger than all other temporaries.
     """
 
-    def __init__(self, bucket: Bucket[Options], rows: list[int]) -> None:
-        self.bucket, self.rows = bucket, rows
-        first = rows[0] if rows else 0
-        span = range(first, first + len(rows))
-        self.span = slice(span.start, span.stop) if rows == list(span) else None
-        """The rows, if they follow one another."""
+    def __init__(self, bucket: Bucket[Options], slots: list[int]) -> None:
+        self.bucket, self.slots = bucket, slots
+        first = slots[0] if slots else 0
+        span = range(first, first + len(slots))
+        self.span = slice(span.start, span.stop) if slots == list(span) else None
+        """The slots, if they follow one another."""
         self.x: list[Tensor] = []
         self.state: dict[str, list[Tensor]] = {}
-        self.steps = [bucket.steps[i] for i in rows]
-        self.metrics = [bucket.metrics[i] for i in rows]
+        self.steps = [bucket.steps[i] for i in slots]
+        self.metrics = [bucket.metrics[i] for i in slots]
         self.dtype, self.device = compute_dtype(bucket.params[0]), bucket.metrics.device
         self.wide = wide(self.device)
-        self.shards = [bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape)) for i in rows]
+        self.shards = [bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape)) for i in slots]
         self.forms = bucket.options.forms
 
     def step(self, scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Tensor]:
@@ -115,11 +115,11 @@ class Group(Generic[Options]):
         raise NotImplementedError
 
     def counts(self) -> Tensor:
-        """Return the number of this step for each row."""
+        """Return the number of this step for each slot."""
         return torch.stack(self.steps).to(self.wide) + 1
 
     def write_metrics(self, columns: Sequence[Tensor], apply_mask: Tensor | None) -> None:
-        """Write the metrics of a step, each with one value for each row."""
+        """Write the metrics of a step, each with one value for each slot."""
         table = torch.stack(list(columns), dim=1)
         if apply_mask is not None:
             table = torch.where(apply_mask, table, torch.stack(self.metrics))
@@ -128,7 +128,7 @@ class Group(Generic[Options]):
     @property
     def grads(self) -> list[Tensor]:
         """This step's gradients."""
-        return [self.bucket.grads[i] for i in self.rows]
+        return [self.bucket.grads[i] for i in self.slots]
 
     # ---- gradients and scalars ---------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Group(Generic[Options]):
         return torch.where(apply_mask, value, otherwise)
 
     def subtract(self, x: list[Tensor], u: list[Tensor], lr: Tensor | float, apply_mask: Tensor | None) -> None:
-        """Subtract `lr`, one number or one for each row, times u from the weights."""
+        """Subtract `lr`, one number or one for each slot, times u from the weights."""
         lr = self.unless(apply_mask, lr, 0.0)
         if isinstance(lr, Tensor):
             torch._foreach_addcmul_(x, u, self.each(lr.expand(len(x))), value=-1)
@@ -172,7 +172,7 @@ class Group(Generic[Options]):
             torch._foreach_add_(x, u, alpha=-lr)
 
     def each(self, values: Tensor) -> list[Tensor]:
-        """Return the values of the rows, in the dtype of the arithmetic."""
+        """Return the values of the slots, in the dtype of the arithmetic."""
         return list(values.to(self.dtype).unbind())
 
     # ---- cautious steps ----------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Group(Generic[Options]):
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The blocks of the rows' moments."""
+        """The blocks of the slots' moments."""
         return Blocks(scales_of(self.state), self.x)
 
     def _form(self, name: str) -> Form:
@@ -280,10 +280,10 @@ class Group(Generic[Options]):
     # ---- random bits -------------------------------------------------------------------------------------------------
 
     def _keys(self) -> Tensor:
-        """Return the keys of the rows' random bits, which are sent to the device when they change."""
+        """Return the keys of the slots' random bits, which are sent to the device when they change."""
         seed = self.bucket.options.rounding_seed
         if self._sent is None or self._sent[0] != seed:
-            self._sent = seed, sent([rng_key(seed, self.bucket.param_ids[i]) for i in self.rows], self.device)
+            self._sent = seed, sent([rng_key(seed, self.bucket.param_ids[i]) for i in self.slots], self.device)
         return self._sent[1]
 
     _sent: tuple[int, Tensor] | None = None
@@ -294,25 +294,25 @@ class Group(Generic[Options]):
 
     @cached_property
     def _along_blocks(self) -> tuple[Tensor, Tensor]:
-        firsts = list(map(self.bucket.first_position, self.rows))
+        firsts = list(map(self.bucket.first_position, self.slots))
         return dither_along(self.blocks.starts(firsts)), dither_along(torch.arange(BLOCK, device=self.device))
 
     def _random_bits(self, t: Tensor) -> Tensor:
-        """Return random bits for the elements of all rows."""
+        """Return random bits for the elements of all slots."""
         keys, t = self._keys(), t.to(torch.int64)
         if self._runs is not None:
             return random_bits_of_runs(keys, t, *self._runs, [x.numel() for x in self.x])
         found = []
-        for i, shard, key, at in zip(self.rows, self.shards, keys.unbind(), t.unbind(), strict=True):
-            index = self.bucket.row_offsets[i] + shard.positions(self.device)
+        for i, shard, key, at in zip(self.slots, self.shards, keys.unbind(), t.unbind(), strict=True):
+            index = self.bucket.slot_offsets[i] + shard.positions(self.device)
             found.append(random_bits(key, at, index).expand(shard.size).flatten())
         return torch.cat(found)
 
     @cached_property
     def _runs(self) -> tuple[Tensor, Tensor] | None:
-        """The positions of the rows' first elements in their parameters, and in all rows; None for other boxes."""
+        """The positions of the slots' first elements in their parameters, and in all slots; None for other boxes."""
         firsts = []
-        for i, shard in zip(self.rows, self.shards, strict=True):
+        for i, shard in zip(self.slots, self.shards, strict=True):
             (count, _), *others = shard.runs
             first = self.bucket.first_position(i)
             if others or first >> 32 != (first + count) >> 32:
@@ -328,11 +328,11 @@ class ListStepper(Stepper[Options]):
     group: type[Group[Options]]
 
     def refresh(self) -> None:
-        """Make the groups of all rows."""
+        """Make the groups of all slots."""
         self.groups = [self._groups(bucket, range(len(bucket.params))) for bucket in self.buckets]
 
     def _groups(self, bucket: Bucket[Options], among: Sequence[int]) -> list[Group[Options]]:
-        return [self.group(bucket, rows) for rows in group_rows(bucket, among)]
+        return [self.group(bucket, slots) for slots in group_slots(bucket, among)]
 
     def square_sum(self) -> Tensor:
         """Return the sum of all gradients' squares."""
@@ -347,15 +347,15 @@ class ListStepper(Stepper[Options]):
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
         """Make one step of shards, as `reference.Stepper.sharded_step`."""
         for bucket, groups in zip(self.buckets, self.groups, strict=True):
-            rows = rows_with_grad(bucket.grads)
-            for group in groups if len(rows) == len(bucket.params) else self._groups(bucket, rows):
+            slots = slots_with_grad(bucket.grads)
+            for group in groups if len(slots) == len(bucket.params) else self._groups(bucket, slots):
                 scale = grad_scale.to(group.dtype) if isinstance(grad_scale, Tensor) else grad_scale
                 if (span := group.span) is not None:
                     group.x = bucket.params[span]
                     group.state = {name: tensors[span] for name, tensors in bucket.state.items()}
                 else:
-                    group.x = [bucket.params[i] for i in group.rows]
-                    group.state = {name: [each[i] for i in group.rows] for name, each in bucket.state.items()}
+                    group.x = [bucket.params[i] for i in group.slots]
+                    group.state = {name: [each[i] for i in group.slots] for name, each in bucket.state.items()}
                 yield from group.step(scale, apply_mask)
                 group.x, group.state = [], {}  # the bucket holds them no longer than the step
         self._count(apply_mask)  # after all buckets: parameters of several may share the count of a flat tensor

@@ -78,9 +78,9 @@ class Stepper(Generic[Options]):
             grad_scale: The factor of gradients: the scaler's times the global clip's. Default: 1.0.
             apply_mask: A 0-dim bool tensor; if it is False, nothing is written. Default: None, which is True.
         """
-        for row in self._rows(grad_scale, apply_mask):
-            while row.sums:
-                row.go_on(row.sums)
+        for slot in self._slots(grad_scale, apply_mask):
+            while slot.sums:
+                slot.go_on(slot.sums)
         self._count(apply_mask)
 
     def sharded_step(self, grad_scale: Tensor | float = 1.0, apply_mask: Tensor | None = None) -> Iterator[Tensor]:
@@ -90,22 +90,22 @@ class Stepper(Generic[Options]):
             This rank's part of the sums that the next phase needs, 1-dim. They must have been added up over all ranks,
             in place, before the generator is resumed.
         """
-        rows = list(self._rows(grad_scale, apply_mask))
-        while rows := [row for row in rows if row.sums]:
-            sums = torch.cat([part.reshape(-1) for row in rows for part in row.sums])
+        slots = list(self._slots(grad_scale, apply_mask))
+        while slots := [slot for slot in slots if slot.sums]:
+            sums = torch.cat([part.reshape(-1) for slot in slots for part in slot.sums])
             yield sums
-            arrived = iter(torch.split(sums, [part.numel() for row in rows for part in row.sums]))
-            for row in rows:
-                row.go_on([next(arrived).view_as(part).to(part.dtype) for part in row.sums])
+            arrived = iter(torch.split(sums, [part.numel() for slot in slots for part in slot.sums]))
+            for slot in slots:
+                slot.go_on([next(arrived).view_as(part).to(part.dtype) for part in slot.sums])
         self._count(apply_mask)
 
-    def _rows(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Row]:
-        """Yield every row, after its rule has run up to the first sums that it needs."""
+    def _slots(self, grad_scale: Tensor | float, apply_mask: Tensor | None) -> Iterator[Slot]:
+        """Yield every slot, after its rule has run up to the first sums that it needs."""
         for bucket in self.buckets:
             o, with_bits = bucket.options, needs_rng_key(bucket)
             shards = bucket.shards or [Shard.whole(x.shape) for x in bucket.params]
-            rows = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
-            for i, (x, g, step, shard) in enumerate(rows):
+            slots = zip(bucket.params, bucket.grads, bucket.steps, shards, strict=True)
+            for i, (x, g, step, shard) in enumerate(slots):
                 if g is None:
                     continue
                 state = {name: tensors[i] for name, tensors in bucket.state.items()}
@@ -114,17 +114,17 @@ class Stepper(Generic[Options]):
                 shifts: Dither = NEAREST
                 if with_bits:
                     key = rng_key(o.rounding_seed, bucket.param_ids[i])
-                    index = bucket.row_offsets[i] + shard.positions(x.device)
+                    index = bucket.slot_offsets[i] + shard.positions(x.device)
                     bits, shifts = random_bits(key, t, index), dither(key, t, index)
                 rule = self.rule(load_weight(x, state), g, state, t, shifts, o, shard)
-                yield Row(rule, x, state, bucket.metrics[i], apply_mask, o.weight_rounding, bits)
+                yield Slot(rule, x, state, bucket.metrics[i], apply_mask, o.weight_rounding, bits)
 
     def _count(self, apply_mask: Tensor | None) -> None:
         for bucket in self.buckets:
             count_step(bucket.unique_steps, apply_mask)
 
 
-class Row:
+class Slot:
     """The execution of a rule, and the tensors to which its results are written."""
 
     def __init__(

@@ -9,7 +9,7 @@ from bighorn.kernels.bucket import Bucket, Shard, matrix_shape
 from bighorn.kernels.options import CameOptions
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
 from bighorn.kernels.triton.came_shards import CameShardLaunchGroup, split_of
-from bighorn.kernels.triton.launch_group import RowIndex
+from bighorn.kernels.triton.launch_group import SlotIndex
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tiles import tile_grid
 
@@ -36,7 +36,7 @@ class Came(Stepper[CameOptions]):
             return f"parts of {count} matrices may be too many and too small for Triton"
         return None
 
-    def launch_group(self, indices: list[RowIndex]) -> CameLaunchGroup:
+    def launch_group(self, indices: list[SlotIndex]) -> CameLaunchGroup:
         """See `Stepper.launch_group`."""
         group = CameShardLaunchGroup if self.buckets[indices[0][0]].shards else CameLaunchGroup
         return group(self.buckets, indices, self.grad_dtypes, self.uploads)

@@ -41,7 +41,7 @@ class Own(NamedTuple):
 
 @triton.jit
 def came_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
+    slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr, SCALES_LR: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def came_squares(
     averages that are not split.
     """
     tiling.run_tile(
-        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr), (scale_ptr, partials_ptr, sums_ptr),
+        (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr), (scale_ptr, partials_ptr, sums_ptr),
         squares, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
         Own(X=X, G=G, ROUNDING=ROUNDING, KNOWN=KNOWN, SCALES_LR=SCALES_LR),
     )  # fmt: skip
@@ -61,11 +61,11 @@ def came_squares(
 def squares(tile, tables, mode, own):
     """Store the sums of a tile."""
     scale_ptr, partials_ptr, sums_ptr = tables
-    parts, known = tiling.parts_at(tile, partials_ptr, mode), tile.row_ptr
+    parts, known = tiling.parts_at(tile, partials_ptr, mode), tile.slot_ptr
     if own.KNOWN == "rows":
-        known = tiling.row_averages(tile, layout.row.SQ_ROW)
+        known = tiling.row_averages(tile, layout.slot.SQ_ROW)
     elif own.KNOWN == "columns":
-        known = tiling.column_averages(tile, layout.row.SQ_COL)
+        known = tiling.column_averages(tile, layout.slot.SQ_COL)
     address, scale = tl.load(tile.grad_ptr), common.gradient_scale(scale_ptr, tile.option_ptr)
     g = common.at(address, tile.start, own.G)
     if tiling.aligned(address, tile, mode):
@@ -73,7 +73,7 @@ def squares(tile, tables, mode, own):
     else:
         square_tile(g, tile, scale, known, parts, own.KNOWN, 1, mode.WIDE, 2 * layout.FEW)
     if own.SCALES_LR and own.KNOWN == "":
-        weight = weights.weight_at(tile.row_ptr, tile.start, own.X, own.ROUNDING)
+        weight = weights.weight_at(tile.slot_ptr, tile.start, own.X, own.ROUNDING)
         total = param_squares(weight, tile, own.ROUNDING, mode.WIDE)
         tl.store(sums_ptr + tile.number * layout.SUM + layout.X_SQUARES, total)
 
@@ -115,7 +115,7 @@ def param_squares(weight, tile, ROUNDING: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def came_lines(
-    rows_ptr, grads_ptr, piece_to_row_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
+    slots_ptr, grads_ptr, strip_to_slot_ptr, options_ptr, apply_mask_ptr, partials_ptr, line_sums_ptr, lines_ptr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -124,47 +124,47 @@ def came_lines(
     For shards, the kernel stores the averages themselves. For averages that are split (SPLIT "rows" means that a
     matrix's rows are split, and so the averages of its columns), it stores only this rank's part.
     """
-    piece = tl.program_id(0)
-    index = tl.load(piece_to_row_ptr + piece).to(tl.int64)
+    strip = tl.program_id(0)
+    index = tl.load(strip_to_slot_ptr + strip).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    is_row, line, mask, length, parts = tiling.lines_of(row_ptr, piece, TALL, WIDE)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
+    is_row, line, mask, length, parts = tiling.lines_of(slot_ptr, strip, TALL, WIDE)
     total = tiling.line_totals(parts, partials_ptr)
     if RESIDUAL:
         rest, eps = tl.load(option_ptr + layout.option.BETA3_REST), tl.load(option_ptr + layout.option.EPS2)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.RES_ROW, layout.row.RES_COL), line)
+        average = tiling.averages(slot_ptr, tl.where(is_row, layout.slot.RES_ROW, layout.slot.RES_COL), line)
     else:
-        rest, eps = scaling.second_rest(row_ptr, option_ptr), tl.load(option_ptr + layout.option.EPS1)
-        average = tiling.averages(row_ptr, tl.where(is_row, layout.row.SQ_ROW, layout.row.SQ_COL), line)
+        rest, eps = scaling.second_rest(slot_ptr, option_ptr), tl.load(option_ptr + layout.option.EPS1)
+        average = tiling.averages(slot_ptr, tl.where(is_row, layout.slot.SQ_ROW, layout.slot.SQ_COL), line)
     old = tl.load(average, mask=mask, other=1.0).to(tl.float64)
-    whole = tl.load(row_ptr + tl.where(is_row, layout.row.WHOLE_WIDTH, layout.row.WHOLE_HEIGHT))
+    whole = tl.load(slot_ptr + tl.where(is_row, layout.slot.WHOLE_WIDTH, layout.slot.WHOLE_HEIGHT))
     kept = tl.where(
-        tl.load(row_ptr + tl.where(is_row, layout.row.LEADS_ROWS, layout.row.LEADS_COLS)) != 0, 1 - rest, 0.0
+        tl.load(slot_ptr + tl.where(is_row, layout.slot.LEADS_ROWS, layout.slot.LEADS_COLS)) != 0, 1 - rest, 0.0
     )
     new = kept * old + rest * (total / whole + eps * length / whole)  # CAME-row, CAME-col, CAME-res
     stored = new.to(tl.float32)
     if SPLIT is None:
         tl.store(average, stored, mask=mask)
-        tl.store(line_sums_ptr + piece, tl.sum(tl.where(mask, stored.to(tl.float64), 0.0), 0))
+        tl.store(line_sums_ptr + strip, tl.sum(tl.where(mask, stored.to(tl.float64), 0.0), 0))
     else:
         split = tiling.is_split(is_row, SPLIT)
         tl.store(average, stored, mask=mask & (split == 0))
         tl.store(
-            tiling.line_at(lines_ptr, row_ptr, is_row, line), tl.where(split, new, stored.to(tl.float64)), mask=mask
+            tiling.line_at(lines_ptr, slot_ptr, is_row, line), tl.where(split, new, stored.to(tl.float64)), mask=mask
         )
 
 
 @triton.jit
 def came_update_squares(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
+    slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     line_sums_ptr, roots_ptr, sums_ptr,
     G: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of u^2 over each tile, and each matrix's root of the mean of its row averages; in reverse."""
     tiling.run_tile(
-        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (scale_ptr, line_sums_ptr, roots_ptr, sums_ptr),
         update_squares, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, SPLIT=SPLIT),
     )  # fmt: skip
@@ -178,8 +178,8 @@ def update_squares(tile, tables, mode, own):
     root = scaling.row_root(tile, line_sums_ptr, root_ptr, own.SPLIT, mode.WIDE)
     if (own.SPLIT is None) & (tile.line == 0) & (tile.column == 0):
         tl.store(root_ptr, root)
-    address, r = tl.load(tile.grad_ptr), tiling.row_averages(tile, layout.row.SQ_ROW)
-    c = scaling.column_factors(tiling.column_averages(tile, layout.row.SQ_COL), tile, mode.WIDE)
+    address, r = tl.load(tile.grad_ptr), tiling.row_averages(tile, layout.slot.SQ_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.slot.SQ_COL), tile, mode.WIDE)
     numbers = common.gradient_scale(scale_ptr, tile.option_ptr), root
     g = common.at(address, tile.start, own.G)
     if tiling.aligned(address, tile, mode):
@@ -207,43 +207,43 @@ def update_square_sum(
 
 @triton.jit
 def came_totals(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
+    slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
     SPLIT: tl.constexpr, SCALES_LR: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute, with one program per tensor, the clip factor of u, the learning rate, and the first two metrics."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * layer_layout.FACTOR
-    size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.U_SQUARES, SPLIT))
+    size = tl.sqrt(scaling.mean(slot_ptr, index, whole_sums_ptr, layout.U_SQUARES, SPLIT))
     excess = size / tl.load(option_ptr + layout.option.CLIP_THRESHOLD)
     clip = 1 / tl.where(excess < 1, 1.0, excess)  # CAME-clip; a NaN remains NaN
     tl.store(factor_ptr + layout.CLIP, clip)
     lr = tl.load(option_ptr + columns.LR)
     if SCALES_LR:
         scale_eps = tl.load(option_ptr + layout.option.SCALE_EPS)
-        param_size = tl.sqrt(scaling.mean(row_ptr, index, whole_sums_ptr, layout.X_SQUARES, SPLIT))
+        param_size = tl.sqrt(scaling.mean(slot_ptr, index, whole_sums_ptr, layout.X_SQUARES, SPLIT))
         lr *= tl.where(param_size < scale_eps, scale_eps, param_size)
     tl.store(factor_ptr + layout.RATE, lr)
-    correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(row_ptr))
+    correction = common.one_minus_power(tl.load(option_ptr + layout.option.BETA3), common.count(slot_ptr))
     correction = tl.where(tl.load(option_ptr + layout.option.CORRECTS) != 0, correction, 1.0)
     tl.store(factor_ptr + layout.RES_FACTOR, tl.sqrt(correction))
-    norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
+    norms = common.at(tl.load(slot_ptr + columns.slot.NORMS), 0, tl.float32)
     tl.store(norms, size.to(tl.float32))
     tl.store(norms + 1, clip.to(tl.float32))
 
 
 @triton.jit
 def came_average(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr,
+    slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr,
     roots_ptr, factors_ptr, partials_ptr,
     G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr, CUT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, and compute partial sums of its residual's squares."""
     tiling.run_tile(
-        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (scale_ptr, roots_ptr, factors_ptr, partials_ptr),
         average, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, S=S, M_FORM=M_FORM, CUT=CUT),
     )  # fmt: skip
@@ -254,11 +254,11 @@ def average(tile, tables, mode, own):
     """Advance the average of a tile; store the partial sums of its residual."""
     scale_ptr, roots_ptr, factors_ptr, partials_ptr = tables
     parts = tiling.parts_at(tile, partials_ptr, mode)
-    g, m = tl.load(tile.grad_ptr), tl.load(tile.row_ptr + columns.row.EXP_AVG)
+    g, m = tl.load(tile.grad_ptr), tl.load(tile.slot_ptr + columns.slot.EXP_AVG)
     clip = common.number(factors_ptr + tile.index * layer_layout.FACTOR + layout.CLIP)
     root = tl.load(scaling.root_at(tile, roots_ptr)) * clip
-    r = tiling.row_averages(tile, layout.row.SQ_ROW)
-    c = scaling.column_factors(tiling.column_averages(tile, layout.row.SQ_COL), tile, mode.WIDE)
+    r = tiling.row_averages(tile, layout.slot.SQ_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.slot.SQ_COL), tile, mode.WIDE)
     numbers = (
         common.gradient_scale(scale_ptr, tile.option_ptr),
         common.number(tile.option_ptr + layout.option.BETA1),
@@ -266,7 +266,7 @@ def average(tile, tables, mode, own):
         root,
     )
     pointers = common.at(g, tile.start, own.G), tiling.average_at(tile, own.S, own.M_FORM), r, parts
-    rng_key = weights.rng_key(tile.row_ptr, common.count(tile.row_ptr), own.M_FORM == "int4", own.CUT)
+    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), own.M_FORM == "int4", own.CUT)
     if not tiling.aligned(m, tile, mode):
         average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, 1, 1, mode.WIDE, layout.FEW)
     elif g % 16 == 0:
@@ -302,14 +302,15 @@ def average_tile(
 
 @triton.jit
 def came_apply(
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr, line_sums_ptr, roots_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr,
+    line_sums_ptr, roots_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Step the parameter, in reverse order."""
     tiling.run_tile(
-        (rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr),
+        (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (line_sums_ptr, roots_ptr, factors_ptr, sums_ptr),
         apply, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
         Own(X=X, S=S, M_FORM=M_FORM, ROUNDING=ROUNDING, CUT=CUT, SPLIT=SPLIT),
@@ -322,15 +323,15 @@ def apply(tile, tables, mode, own):
     line_sums_ptr, roots_ptr, factors_ptr, sums_ptr = tables
     factor_ptr = factors_ptr + tile.index * layer_layout.FACTOR
     root = scaling.row_root(tile, line_sums_ptr, scaling.root_at(tile, roots_ptr), own.SPLIT, mode.WIDE)
-    r = tiling.row_averages(tile, layout.row.RES_ROW)
-    c = scaling.column_factors(tiling.column_averages(tile, layout.row.RES_COL), tile, mode.WIDE)
+    r = tiling.row_averages(tile, layout.slot.RES_ROW)
+    c = scaling.column_factors(tiling.column_averages(tile, layout.slot.RES_COL), tile, mode.WIDE)
     c *= common.number(factor_ptr + layout.RES_FACTOR)
     lr = tl.load(factor_ptr + layout.RATE)
     numbers = lr.to(tl.float32), (lr * tl.load(tile.option_ptr + columns.DECAY)).to(tl.float32), root
-    rng_key = weights.rng_key(tile.row_ptr, common.count(tile.row_ptr), own.ROUNDING == "stochastic", own.CUT)
+    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), own.ROUNDING == "stochastic", own.CUT)
     stored = tiling.average_at(tile, own.S, own.M_FORM)
-    pointers = weights.weight_at(tile.row_ptr, tile.start, own.X, own.ROUNDING), stored, r
-    addresses = weights.weight_addresses(tile.row_ptr) | tl.load(tile.row_ptr + columns.row.EXP_AVG)
+    pointers = weights.weight_at(tile.slot_ptr, tile.start, own.X, own.ROUNDING), stored, r
+    addresses = weights.weight_addresses(tile.slot_ptr) | tl.load(tile.slot_ptr + columns.slot.EXP_AVG)
     if tiling.aligned(addresses, tile, mode):
         total = apply_tile(pointers, tile, numbers, c, rng_key, own, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:
@@ -366,17 +367,17 @@ def apply_tile(
 
 @triton.jit
 def came_metrics(
-    rows_ptr, grads_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
+    slots_ptr, grads_ptr, apply_mask_ptr, whole_sums_ptr, factors_ptr,
     FACTORED: tl.constexpr, SPLIT: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Store each tensor's mean confidence and count its step, with one program per tensor, after all other kernels."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr = rows_ptr + index * columns.ROW
-    confidence = scaling.mean(row_ptr, index, whole_sums_ptr, layout.CONFIDENCES, SPLIT)
+    slot_ptr = slots_ptr + index * columns.SLOT
+    confidence = scaling.mean(slot_ptr, index, whole_sums_ptr, layout.CONFIDENCES, SPLIT)
     if SPLIT is not None:  # averages that were added up over ranks are not corrected yet
         confidence *= tl.load(factors_ptr + index * layer_layout.FACTOR + layout.RES_FACTOR)
-    norms = common.at(tl.load(row_ptr + columns.row.NORMS), 0, tl.float32)
+    norms = common.at(tl.load(slot_ptr + columns.slot.NORMS), 0, tl.float32)
     tl.store(norms + 2, confidence.to(tl.float32) if FACTORED else 1.0)
-    common.count_step(row_ptr)
+    common.count_step(slot_ptr)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import CameOptions
-from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, SlotIndex, constants_of
 from bighorn.kernels.triton.tables import Uploads
 from bighorn.kernels.triton.tiles import TileGrid, area_of, tile_grid
 
@@ -19,10 +19,10 @@ FORMS = {torch.int8: "linear", torch.uint8: "int4"}
 
 
 class CameLaunchGroup(LaunchGroup[CameOptions]):
-    """Rows that are all factored, or all unfactored."""
+    """Slots that are all factored, or all unfactored."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
+        self, buckets: list[Bucket[CameOptions]], indices: list[SlotIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import came_kernels, came_layout, came_unfactored_kernels, layer_layout
 
@@ -32,14 +32,14 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         grids, device = self.grids, self.device
         self.factored = factored = self.constants["FACTORED"]
         self.constants |= {"TALL": grids[0].tall, "WIDE": grids[0].wide}
-        self.tile_to_row = self.program_table(self.tile_counts())
-        self.piece_to_row = self.program_table([each.pieces for each in grids if factored])
+        self.tile_to_slot = self.program_table(self.tile_counts())
+        self.strip_to_slot = self.program_table([each.strips for each in grids if factored])
         partials = sum(each.row_parts + each.col_parts for each in grids if factored)
         self.lines = torch.empty(0, dtype=torch.float64, device=device)  # used by shards
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.roots = torch.empty(sum(each.count for each in grids if factored), dtype=torch.float32, device=device)
-        self.line_sums = torch.empty(self.piece_to_row.numel(), dtype=torch.float64, device=device)
-        sums = came_layout.SUM.value * self.tile_to_row.numel()
+        self.line_sums = torch.empty(self.strip_to_slot.numel(), dtype=torch.float64, device=device)
+        sums = came_layout.SUM.value * self.tile_to_slot.numel()
         self.whole_sums = self.sums = torch.empty(sums, dtype=torch.float64, device=device)
         self.factors = torch.empty(layer_layout.FACTOR.value * len(indices), dtype=torch.float64, device=device)
 
@@ -70,7 +70,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
 
     @cached_property
     def grids(self) -> list[TileGrid]:
-        """Return the tiles of each row."""
+        """Return the tiles of each slot."""
         area = area_of(sum(x.numel() for x in self.params))
         return [
             tile_grid(x.shape, self.buckets[index].options.factor, area)
@@ -78,7 +78,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         ]
 
     def tile_counts(self) -> list[int]:
-        """Return the number of programs of each row; for an unfactored row, the number of its chunks."""
+        """Return the number of programs of each slot: its tiles, or if it is not factored, its chunks."""
         if self.buckets[self.indices[0][0]].options.factor is None:
             return self.chunks
         return [each.tiles for each in self.grids]
@@ -86,7 +86,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
     def own_columns(self) -> list[dict[str, int]]:
         """See `LaunchGroup.own_columns`."""
         columns: list[dict[str, int]] = []
-        tile = piece = matrix = part = line = 0
+        tile = strip = matrix = part = line = 0
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
             columns.append(
                 {
@@ -97,19 +97,19 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
                     "MATRICES": each.count,
                     "FIRST_TILE": tile,
                     "STOP_TILE": tile + tiles,
-                    "FIRST_PIECE": piece,
+                    "FIRST_STRIP": strip,
                     "FIRST_MATRIX": matrix,
                     "ROW_PARTS": part,
                     "COL_PARTS": part + each.row_parts,
                     "FIRST_LINE": line,
                 }
             )
-            tile, piece, matrix = tile + tiles, piece + each.pieces, matrix + each.count
+            tile, strip, matrix = tile + tiles, strip + each.strips, matrix + each.count
             part, line = part + each.row_parts + each.col_parts, line + each.lines
         return columns
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> dict[str, int]:
-        """Return a row's columns for the whole tensor: elements, height, width, and whether to add the old averages."""
+        """Return what a slot has of the whole tensor: its elements, height and width, and whose averages lead."""
         sizes = {"NUMEL": self.buckets[index].params[i].numel(), "WHOLE_HEIGHT": each.height, "WHOLE_WIDTH": each.width}
         return {**sizes, "LEADS_ROWS": 1, "LEADS_COLS": 1}
 

@@ -1,4 +1,4 @@
-"""The layout of the tables of CAME's kernels, and the sizes of their tiles and pieces."""
+"""The layout of the tables of CAME's kernels, and the sizes of their tiles and strips."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ FACTORED = {
 ADDRESSES = columns.ADDRESSES | FACTORED
 """The columns of addresses of state tensors, or 0."""
 
-row: Any = columns.RowColumns(
+slot: Any = columns.SlotColumns(
     *FACTORED,
     "HEIGHT",
     "WIDTH",
     "MATRICES",
     "FIRST_TILE",  # an unfactored tensor has chunks instead of tiles
     "STOP_TILE",
-    "FIRST_PIECE",  # pieces of rows come first, matrix by matrix
+    "FIRST_STRIP",  # strips of rows come first, matrix by matrix
     "FIRST_MATRIX",
     "ROW_PARTS",  # the first partial sum of its rows, which have one per tile across them
     "COL_PARTS",  # the first partial sum of its columns, which have one per TALL rows
@@ -34,7 +34,7 @@ row: Any = columns.RowColumns(
     "WHOLE_WIDTH",
     "LEADS_ROWS",  # 1 if this rank adds the old averages of rows for all that share them
     "LEADS_COLS",
-    after=columns.row.names,
+    after=columns.slot.names,
 )
 
 option: Any = columns.OptionColumns(
@@ -61,7 +61,7 @@ U_SQUARES, X_SQUARES, CONFIDENCES, SUM = columns.numbered(4)
     RES_FACTOR,  # corrects the root of the residuals' averages, which are 0 at first
 ) = columns.numbered(3, layer.STEP_NUMBER + 1)
 
-# The sizes of tiles and pieces.
+# The sizes of tiles and strips.
 FEW = tl.constexpr(1024)  # elements in registers if each is loaded by itself, with an address of its own
 LINES = tl.constexpr(tiles.LINES)
 FEW_LINES = tl.constexpr(tiles.FEW_LINES)

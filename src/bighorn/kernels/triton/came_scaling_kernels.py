@@ -13,39 +13,39 @@ from bighorn.kernels.triton import common_kernels as common
 
 
 @triton.jit
-def second_rest(row_ptr, option_ptr):
+def second_rest(slot_ptr, option_ptr):
     """Return 1 - beta2 of this step."""
     decay_rate, rest = tl.load(option_ptr + layout.option.DECAY_RATE), tl.load(option_ptr + layout.option.BETA2_REST)
     if decay_rate >= 0:
-        rest = tl.exp(-decay_rate * tl.log(common.count(row_ptr)))
+        rest = tl.exp(-decay_rate * tl.log(common.count(slot_ptr)))
     return rest
 
 
 @triton.jit
-def mean(row_ptr, index, sums_ptr, COLUMN: tl.constexpr, SPLIT: tl.constexpr):
+def mean(slot_ptr, index, sums_ptr, COLUMN: tl.constexpr, SPLIT: tl.constexpr):
     """Return the mean over all elements of a tensor, from the sums of its tiles or, for a shard, from its sum."""
     if SPLIT is None:
-        first, stop = tl.load(row_ptr + layout.row.FIRST_TILE), tl.load(row_ptr + layout.row.STOP_TILE)
+        first, stop = tl.load(slot_ptr + layout.slot.FIRST_TILE), tl.load(slot_ptr + layout.slot.STOP_TILE)
         total = common.partial_total(sums_ptr + COLUMN, first, stop, layout.SUM)
     else:
         total = tl.load(sums_ptr + index * layout.SUM + COLUMN)
-    return total / tl.maximum(tl.load(row_ptr + layout.row.NUMEL), 1)
+    return total / tl.maximum(tl.load(slot_ptr + layout.slot.NUMEL), 1)
 
 
 @triton.jit
 def root_at(tile, roots_ptr):
     """Return a pointer to the root of the mean of the row averages of a tile's matrix."""
-    return roots_ptr + tl.load(tile.row_ptr + layout.row.FIRST_MATRIX) + tile.matrix
+    return roots_ptr + tl.load(tile.slot_ptr + layout.slot.FIRST_MATRIX) + tile.matrix
 
 
 @triton.jit
 def row_root(tile, line_sums_ptr, root_ptr, SPLIT: tl.constexpr, WIDE: tl.constexpr):
     """Return the root of the mean of the row averages of a tile's matrix; for shards, it is loaded."""
     if SPLIT is None:
-        height = tl.load(tile.row_ptr + layout.row.HEIGHT)
-        pieces = tiling.row_pieces(height, tl.load(tile.row_ptr + layout.row.WIDTH), WIDE)
-        first = tl.load(tile.row_ptr + layout.row.FIRST_PIECE) + tile.matrix * pieces
-        mean = common.partial_total(line_sums_ptr, first, first + pieces, 1) / height
+        height = tl.load(tile.slot_ptr + layout.slot.HEIGHT)
+        strips = tiling.row_strips(height, tl.load(tile.slot_ptr + layout.slot.WIDTH), WIDE)
+        first = tl.load(tile.slot_ptr + layout.slot.FIRST_STRIP) + tile.matrix * strips
+        mean = common.partial_total(line_sums_ptr, first, first + strips, 1) / height
         return tl.sqrt(mean).to(root_ptr.dtype.element_ty)
     else:
         return tl.load(root_ptr)

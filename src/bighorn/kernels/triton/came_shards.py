@@ -17,7 +17,7 @@ from torch import Tensor
 from bighorn.kernels.bucket import Bucket, Shard, matrix_shape, row_axis
 from bighorn.kernels.options import CameOptions, Factor
 from bighorn.kernels.triton.came_launches import CameLaunchGroup
-from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, SlotIndex
 from bighorn.kernels.triton.tables import ABSENT, Uploads
 from bighorn.kernels.triton.tiles import TileGrid
 
@@ -70,7 +70,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     """Shards of tensors whose matrices are all split in the same way."""
 
     def __init__(
-        self, buckets: list[Bucket[CameOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
+        self, buckets: list[Bucket[CameOptions]], indices: list[SlotIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import came_shard_kernels
 
@@ -91,8 +91,8 @@ class CameShardLaunchGroup(CameLaunchGroup):
             firsts = itertools.accumulate(counts[:-1], initial=0)
             here = [each.positions_along(range(row_axis(len(each.shape), self.factor))) for each in shards]
             self.matrices = torch.cat([first + each for first, each in zip(firsts, here, strict=True)]).to(device)
-            self.matrices_per_row = uploads.table(counts, torch.int64)
-            self.matrix_to_row = self.program_table([each.count for each in self.grids])
+            self.matrices_per_slot = uploads.table(counts, torch.int64)
+            self.matrix_to_slot = self.program_table([each.count for each in self.grids])
 
     def holders(self) -> list[object]:
         """See `LaunchGroup.holders`."""
@@ -127,7 +127,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     def find_present(self) -> None:
         """Find the matrices and lines of tensors with a gradient; other lines have values of an earlier step."""
-        present = self.present = (self.grads != ABSENT)[self.matrix_to_row] if self.missing else None
+        present = self.present = (self.grads != ABSENT)[self.matrix_to_slot] if self.missing else None
         for lines in (self.by_row, self.by_col):
             lines.present = None
             if present is not None:
@@ -210,18 +210,18 @@ class CameShardLaunchGroup(CameLaunchGroup):
 
     def over_matrices(self, values: Tensor) -> Tensor:
         """Return sums over the matrices of each tensor."""
-        return segment_sums(values, self.matrices_per_row)
+        return segment_sums(values, self.matrices_per_slot)
 
     def sums_of_tiles(self) -> tuple[Tensor, Tensor]:
         """Return the sums of u^2 and x^2 over this rank's shard of each tensor."""
-        first, stop, stride = self.layout.row.FIRST_TILE, self.layout.row.STOP_TILE, self.layout.SUM
+        first, stop, stride = self.layout.slot.FIRST_TILE, self.layout.slot.STOP_TILE, self.layout.SUM
         totals = self.shard_totals(first.value, stop.value, stride.value, 2)
         return totals[self.layout.U_SQUARES.value :: 2], totals[self.layout.X_SQUARES.value :: 2]
 
     # ---- tables ----------------------------------------------------------------------------------------------------
 
     def shard(self, index: int, i: int) -> Shard:
-        """Return the shard of a row."""
+        """Return the shard of a slot."""
         return self.buckets[index].shards[i]
 
     def whole_columns(self, index: int, i: int, each: TileGrid) -> dict[str, int]:

@@ -17,11 +17,11 @@ from bighorn.kernels.triton import common_kernels as common
 
 
 class Tile(NamedTuple):
-    """A tile: its number, its tensor's rows in the tables, and its place in a matrix."""
+    """A tile: its number, its tensor's slot and options, and its place in a matrix."""
 
     number: Any
     index: Any
-    row_ptr: Any
+    slot_ptr: Any
     option_ptr: Any
     grad_ptr: Any
     start: Any
@@ -48,33 +48,33 @@ class Mode(NamedTuple):
 @triton.jit
 def run_tile(tables, own, RULE: tl.constexpr, REVERSE: tl.constexpr, mode, own_mode):
     """Apply a rule to a program's tile; `own` are the tables and `own_mode` the constants that the rule has besides."""
-    rows_ptr, grads_ptr, tile_to_row_ptr, options_ptr, apply_mask_ptr = tables
+    slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr = tables
     number = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSE else tl.program_id(0)
-    index = tl.load(tile_to_row_ptr + number).to(tl.int64)
+    index = tl.load(tile_to_slot_ptr + number).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    height, width = tl.load(row_ptr + layout.row.HEIGHT), tl.load(row_ptr + layout.row.WIDTH)
-    local = number - tl.load(row_ptr + layout.row.FIRST_TILE)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
+    height, width = tl.load(slot_ptr + layout.slot.HEIGHT), tl.load(slot_ptr + layout.slot.WIDTH)
+    local = number - tl.load(slot_ptr + layout.slot.FIRST_TILE)
     across, down = tl.cdiv(width, mode.WIDE), tl.cdiv(height, mode.TALL)
     matrix = local // (across * down)
     line, column = local // across % down * mode.TALL, local % across * mode.WIDE
     start = (matrix * height + line) * width + column
     high, wide = tl.minimum(height - line, mode.TALL).to(tl.int32), tl.minimum(width - column, mode.WIDE).to(tl.int32)
     grad_ptr = grads_ptr + index
-    tile = Tile(number, index, row_ptr, option_ptr, grad_ptr, start, high, wide, width, matrix, line, column)
+    tile = Tile(number, index, slot_ptr, option_ptr, grad_ptr, start, high, wide, width, matrix, line, column)
     RULE(tile, own, mode, own_mode)
 
 
 @triton.jit
 def parts_at(tile, partials_ptr, mode):
     """Return the positions of a tile's partial sums of rows and of columns."""
-    height, matrices = tl.load(tile.row_ptr + layout.row.HEIGHT), tl.load(tile.row_ptr + layout.row.MATRICES)
+    height, matrices = tl.load(tile.slot_ptr + layout.slot.HEIGHT), tl.load(tile.slot_ptr + layout.slot.MATRICES)
     row_part = (tile.column // mode.WIDE * matrices + tile.matrix) * height + tile.line
     col_part = (tile.line // mode.TALL * matrices + tile.matrix) * tile.width + tile.column
     return (
-        partials_ptr + tl.load(tile.row_ptr + layout.row.ROW_PARTS) + row_part,
-        partials_ptr + tl.load(tile.row_ptr + layout.row.COL_PARTS) + col_part,
+        partials_ptr + tl.load(tile.slot_ptr + layout.slot.ROW_PARTS) + row_part,
+        partials_ptr + tl.load(tile.slot_ptr + layout.slot.COL_PARTS) + col_part,
     )
 
 
@@ -82,13 +82,13 @@ def parts_at(tile, partials_ptr, mode):
 def row_averages(tile, COLUMN: tl.constexpr):
     """Return a pointer to the averages of a tile's rows."""
     # The height and the width are loaded again: as fields of the tile, they would take registers in the loops before.
-    return averages(tile.row_ptr, COLUMN, tile.matrix * tl.load(tile.row_ptr + layout.row.HEIGHT) + tile.line)
+    return averages(tile.slot_ptr, COLUMN, tile.matrix * tl.load(tile.slot_ptr + layout.slot.HEIGHT) + tile.line)
 
 
 @triton.jit
 def column_averages(tile, COLUMN: tl.constexpr):
     """Return a pointer to the averages of a tile's columns."""
-    return averages(tile.row_ptr, COLUMN, tile.matrix * tl.load(tile.row_ptr + layout.row.WIDTH) + tile.column)
+    return averages(tile.slot_ptr, COLUMN, tile.matrix * tl.load(tile.slot_ptr + layout.slot.WIDTH) + tile.column)
 
 
 @triton.jit
@@ -129,23 +129,23 @@ def average_at(tile, S: tl.constexpr, FORM: tl.constexpr):
     """Return the stored average of a tile: in 4 bits from its first byte on, and the scale of its first row."""
     first = tile.start // tile.width * tl.cdiv(tile.width, codec.CODES) + tile.start % tile.width // codec.CODES
     address, scales = (
-        tl.load(tile.row_ptr + columns.row.EXP_AVG),
-        tl.load(tile.row_ptr + columns.row.EXP_AVG_SCALE),
+        tl.load(tile.slot_ptr + columns.slot.EXP_AVG),
+        tl.load(tile.slot_ptr + columns.slot.EXP_AVG_SCALE),
     )
     stored = common.at(address, tile.start // 2 if FORM == "int4" else tile.start, S)
     return codec.Moment(stored, common.at(scales, first, tl.float32))
 
 
 @triton.jit
-def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """Return the lines of a piece: whether they are rows, indices, mask, length, and the positions of partial sums."""
+def lines_of(slot_ptr, strip, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """Return the lines of a strip: whether they are rows, indices, mask, length, and the positions of partial sums."""
     height, width, matrices = (
-        tl.load(row_ptr + layout.row.HEIGHT),
-        tl.load(row_ptr + layout.row.WIDTH),
-        tl.load(row_ptr + layout.row.MATRICES),
+        tl.load(slot_ptr + layout.slot.HEIGHT),
+        tl.load(slot_ptr + layout.slot.WIDTH),
+        tl.load(slot_ptr + layout.slot.MATRICES),
     )
-    local = piece - tl.load(row_ptr + layout.row.FIRST_PIECE)
-    of_rows = matrices * row_pieces(height, width, WIDE)
+    local = strip - tl.load(slot_ptr + layout.slot.FIRST_STRIP)
+    of_rows = matrices * row_strips(height, width, WIDE)
     is_row = local < of_rows
     local = tl.where(is_row, local, local - of_rows)
     lines, length = tl.where(is_row, height, width), tl.where(is_row, width, height)
@@ -162,7 +162,7 @@ def lines_of(row_ptr, piece, TALL: tl.constexpr, WIDE: tl.constexpr):
         mask,
         length,
         (
-            tl.load(row_ptr + tl.where(is_row, layout.row.ROW_PARTS, layout.row.COL_PARTS)),
+            tl.load(slot_ptr + tl.where(is_row, layout.slot.ROW_PARTS, layout.slot.COL_PARTS)),
             parts,
             matrices * lines,
             line,
@@ -178,8 +178,8 @@ def lines_at_once(parts):
 
 
 @triton.jit
-def row_pieces(height, width, WIDE: tl.constexpr):
-    """Return the number of pieces of a matrix's rows."""
+def row_strips(height, width, WIDE: tl.constexpr):
+    """Return the number of strips of a matrix's rows."""
     return tl.cdiv(height, lines_at_once(tl.cdiv(width, WIDE)))
 
 
@@ -204,9 +204,9 @@ def line_totals(where, partials_ptr):
 
 
 @triton.jit
-def averages(row_ptr, column, first):
+def averages(slot_ptr, column, first):
     """Return a pointer to the averages of a tensor's rows or columns, from index `first` on."""
-    return common.at(tl.load(row_ptr + column), first, tl.float32)
+    return common.at(tl.load(slot_ptr + column), first, tl.float32)
 
 
 @triton.jit
@@ -230,9 +230,9 @@ def is_split(is_row, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def line_at(lines_ptr, row_ptr, is_row, line):
+def line_at(lines_ptr, slot_ptr, is_row, line):
     """Return the address of lines of a tensor among all lines."""
-    first = tl.load(row_ptr + layout.row.FIRST_LINE) + tl.where(
-        is_row, 0, tl.load(row_ptr + layout.row.MATRICES) * tl.load(row_ptr + layout.row.HEIGHT)
+    first = tl.load(slot_ptr + layout.slot.FIRST_LINE) + tl.where(
+        is_row, 0, tl.load(slot_ptr + layout.slot.MATRICES) * tl.load(slot_ptr + layout.slot.HEIGHT)
     )
     return lines_ptr + first + line

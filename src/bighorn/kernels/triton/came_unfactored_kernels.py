@@ -27,22 +27,22 @@ class Own(NamedTuple):
 
 @triton.jit
 def came_second_moment(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, SCALES_LR: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the second moment; compute the sums of u^2 of each chunk, and of x^2 if it scales the learning rate."""
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), second_moment, second_numbers, True,
+        (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), second_moment, second_numbers, True,
         layer.Mode(X, G, V, V, "", "", ROUNDING, False, CHUNK, BLOCK, Own(SCALES_LR), layout.SUM),
     )  # fmt: skip
 
 
 @triton.jit
-def second_numbers(row_ptr, option_ptr, _factor_ptr):
+def second_numbers(slot_ptr, option_ptr, _factor_ptr):
     """Return beta2, 1 - beta2 and eps1."""
-    rest = scaling.second_rest(row_ptr, option_ptr)
+    rest = scaling.second_rest(slot_ptr, option_ptr)
     return (1 - rest).to(tl.float32), rest.to(tl.float32), common.number(option_ptr + layout.option.EPS1)
 
 
@@ -58,20 +58,20 @@ def second_moment(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums
 
 @triton.jit
 def came_move(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Advance the average, and step the parameter."""
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), move, move_numbers, False,
+        (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), move, move_numbers, False,
         layer.Mode(X, G, S, V, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
 
 
 @triton.jit
-def move_numbers(_row_ptr, option_ptr, factor_ptr):
+def move_numbers(_slot_ptr, option_ptr, factor_ptr):
     """Return beta1, 1 - beta1, the clip factor of u, the learning rate, and its product with the decay."""
     lr = tl.load(factor_ptr + layout.RATE)
     return (

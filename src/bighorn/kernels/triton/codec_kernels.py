@@ -30,7 +30,7 @@ ONE_7TH = tl.constexpr(1 / 7)
 class Where(NamedTuple):
     """Offsets and masks: of elements, of the scales of their blocks of codes, and of the bytes of codes of 4 bits.
 
-    What a form does not have is that of the elements.
+    A form without one of them has the offsets and mask of the elements there.
     """
 
     offsets: Any

@@ -13,27 +13,27 @@ def numbered(count: int, first: Any = 0) -> tuple[Any, ...]:
     return tuple(tl.constexpr(first + i) for i in range(count))
 
 
-ROW = tl.constexpr(48)
+SLOT = tl.constexpr(48)
 
 
-class RowColumns:
-    """Columns of the table of rows, int64, one row per tensor: their numbers, for kernels, and rows by their names."""
+class SlotColumns:
+    """Columns of the table of slots, int64, a slot for each tensor: their numbers, for kernels, and slots by names."""
 
     def __init__(self, *names: str, after: tuple[str, ...] = ()) -> None:
         self.names = (*after, *names)
         self.__dict__.update(zip(names, numbered(len(names), len(after)), strict=True))
 
     def pack(self, **values: int) -> list[int]:
-        """Return a row, which needs a value for each column, those before these columns included."""
+        """Return a slot, which needs a value for each column, those before these columns included."""
         if values.keys() != set(self.names):
             raise KeyError(f"columns without a value, or values without a column: {values.keys() ^ set(self.names)}")
-        return [values[name] for name in self.names] + [0] * (ROW.value - len(self.names))
+        return [values[name] for name in self.names] + [0] * (SLOT.value - len(self.names))
 
 
 ADDRESSES = {"EXP_AVG_SCALE": "exp_avg_scale", "EXP_AVG_SQ": "exp_avg_sq"}
 """The columns of addresses of state tensors, or 0; an algorithm adds others."""
 
-row: Any = RowColumns(
+slot: Any = SlotColumns(
     "SIZE",  # in elements
     "FIRST",  # its first chunk
     "STOP",  # the chunk after its last
@@ -41,7 +41,7 @@ row: Any = RowColumns(
     "EXP_AVG",
     "STEP",
     "NORMS",
-    "COUNTS",  # 1 if this row advances `step`, which the slices of a parameter share
+    "COUNTS",  # 1 if this slot advances `step`, which the slices of a parameter share
     "HYPER",  # its row in the table of hyper-parameters
     "AUX",  # the address of the aux state
     "INNER",  # elements per index of dim 0, which blocks of codes do not cross
@@ -55,7 +55,7 @@ row: Any = RowColumns(
 )
 """The columns that every algorithm has; its own come after these."""
 
-# The table of hyper-parameters: float64, one row per bucket (Triton reserves the name `options`).
+# The table of hyper-parameters: float64, a row for each bucket (Triton reserves the name `options`).
 LR, SIGN, DECAY, OWN_OPTION = numbered(4)  # SIGN is -1 to maximize
 OPTION = tl.constexpr(16)
 

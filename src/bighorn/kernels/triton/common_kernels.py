@@ -25,20 +25,20 @@ SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a ti
 # block's elements exist, too. No kernel returns or passes None: Triton 3.3 to 3.6 cannot compile it.
 UNMASKED = tl.constexpr(0)
 
-# The table of gradients: int64, the address of each row's gradient, which is 0 if the row has no elements.
-ABSENT = tl.constexpr(-1)  # the row takes no part in this step
+# The table of gradients: int64, the address of each slot's gradient, which is 0 if the slot has no elements.
+ABSENT = tl.constexpr(-1)  # the slot takes no part in this step
 
 
 @triton.jit
 def square_sums(
-    rows_ptr, grads_ptr, program_to_row_ptr, squares_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, squares_ptr,
     G: tl.constexpr, CHUNK: tl.constexpr, G_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sum of squares of each chunk of gradients, `[chunks]`, in reverse, since the next pass is forward."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(program_to_row_ptr + chunk).to(tl.int64)
+    index = tl.load(program_to_slot_ptr + chunk).to(tl.int64)
     address = tl.load(grads_ptr + index)
-    start, size = extent(rows_ptr + index * columns.ROW, chunk, CHUNK)
+    start, size = extent(slots_ptr + index * columns.SLOT, chunk, CHUNK)
     size = tl.where(address == ABSENT, 0, size)
     whole = vectorised(address, size, G_BLOCK)
     g = at(address, start, G)
@@ -48,20 +48,20 @@ def square_sums(
 
 @triton.jit
 def shard_totals(
-    rows_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
+    slots_ptr, grads_ptr, apply_mask_ptr, sums_ptr, totals_ptr,
     FIRST_SUM: tl.constexpr, STOP_SUM: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
     _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute, with one program per shard, the totals of its `sums_ptr`, `[tensors, COLUMNS]`.
 
-    FIRST_SUM and STOP_SUM are the columns of `rows_ptr` that have the bounds of its sums.
+    FIRST_SUM and STOP_SUM are the columns of `slots_ptr` that have the bounds of its sums.
     """
     index = tl.program_id(0).to(tl.int64)
     if not takes_part(grads_ptr, apply_mask_ptr, index):
         return
     first, stop = (
-        tl.load(rows_ptr + index * columns.ROW + FIRST_SUM),
-        tl.load(rows_ptr + index * columns.ROW + STOP_SUM),
+        tl.load(slots_ptr + index * columns.SLOT + FIRST_SUM),
+        tl.load(slots_ptr + index * columns.SLOT + STOP_SUM),
     )
     for column in tl.static_range(COLUMNS):
         tl.store(totals_ptr + COLUMNS * index + column, partial_total(sums_ptr + column, first, stop, STRIDE))
@@ -88,24 +88,24 @@ def takes_part(grads_ptr, apply_mask_ptr, index):
 
 
 @triton.jit
-def entries(rows_ptr, options_ptr, index):
-    """Return a tensor's row, and its bucket's row of hyper-parameters."""
-    row_ptr = rows_ptr + index * columns.ROW
-    return row_ptr, options_ptr + tl.load(row_ptr + columns.row.HYPER) * columns.OPTION
+def entries(slots_ptr, options_ptr, index):
+    """Return a tensor's slot, and its bucket's row of hyper-parameters."""
+    slot_ptr = slots_ptr + index * columns.SLOT
+    return slot_ptr, options_ptr + tl.load(slot_ptr + columns.slot.HYPER) * columns.OPTION
 
 
 @triton.jit
-def count(row_ptr):
+def count(slot_ptr):
     """Return the number of this step, from 1, until the step is counted."""
-    return tl.load(at(tl.load(row_ptr + columns.row.STEP), 0, tl.float32)).to(tl.float64) + 1
+    return tl.load(at(tl.load(slot_ptr + columns.slot.STEP), 0, tl.float32)).to(tl.float64) + 1
 
 
 @triton.jit
-def count_step(row_ptr):
+def count_step(slot_ptr):
     """Count this step, as `count_step` of `kernels/arithmetic.py`."""
-    step = at(tl.load(row_ptr + columns.row.STEP), 0, tl.float32)
+    step = at(tl.load(slot_ptr + columns.slot.STEP), 0, tl.float32)
     taken = tl.load(step)
-    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(row_ptr + columns.row.COUNTS) != 0)
+    tl.store(step, taken + tl.maximum(taken * PAST_COUNTING, 1.0), mask=tl.load(slot_ptr + columns.slot.COUNTS) != 0)
 
 
 @triton.jit
@@ -126,10 +126,10 @@ def gradient_scale(scale_ptr, option_ptr):
 
 
 @triton.jit
-def extent(row_ptr, chunk, CHUNK: tl.constexpr):
+def extent(slot_ptr, chunk, CHUNK: tl.constexpr):
     """Return a chunk's first element in its tensor, and its number of elements: negative beyond the tensor's end."""
-    start = (chunk - tl.load(row_ptr + columns.row.FIRST)) * CHUNK
-    return start, tl.minimum(tl.load(row_ptr + columns.row.SIZE) - start, CHUNK).to(tl.int32)
+    start = (chunk - tl.load(slot_ptr + columns.slot.FIRST)) * CHUNK
+    return start, tl.minimum(tl.load(slot_ptr + columns.slot.SIZE) - start, CHUNK).to(tl.int32)
 
 
 @triton.jit

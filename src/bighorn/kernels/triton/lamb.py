@@ -9,21 +9,21 @@ import torch
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import LambOptions
-from bighorn.kernels.triton.launch_group import GradDtypes, RowIndex
+from bighorn.kernels.triton.launch_group import GradDtypes, SlotIndex
 from bighorn.kernels.triton.layerwise import LayerLaunchGroup, LayerwiseStepper
 from bighorn.kernels.triton.tables import Uploads
 
 
 class LambLaunchGroup(LayerLaunchGroup[LambOptions]):
-    """Rows that share compiled kernels; rows without a trust ratio come last, since the second pass omits them."""
+    """Slots that share compiled kernels; slots without a trust ratio come last, since the second pass omits them."""
 
     def __init__(
-        self, buckets: list[Bucket[LambOptions]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
+        self, buckets: list[Bucket[LambOptions]], indices: list[SlotIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         waits = [bucket.options.adapt for bucket in buckets]
         super().__init__(buckets, sorted(indices, key=lambda index: not waits[index[0]]), dtypes, uploads)
         waiting = sum(itertools.compress(self.chunks, [waits[index] for index, _ in self.indices]))
-        self.waiting_to_row = self.program_to_row[:waiting]
+        self.waiting_to_slot = self.program_to_slot[:waiting]
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: LambOptions) -> dict[str, Any]:

@@ -28,13 +28,13 @@ class Own(NamedTuple):
 
 
 @triton.jit
-def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, _SOURCES: tl.constexpr):
+def lamb_factors(slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, _SOURCES: tl.constexpr):
     """Compute the bias corrections, with one program per tensor: their float64 would cost each program too much."""
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
-    factor_ptr, t = factors_ptr + index * layer_layout.FACTOR, common.count(row_ptr)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
+    factor_ptr, t = factors_ptr + index * layer_layout.FACTOR, common.count(slot_ptr)
     correction1 = common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED1), t)
     root2 = tl.sqrt(common.one_minus_power(tl.load(option_ptr + layout.option.CORRECTED2), t))
     corrects_lr = tl.load(option_ptr + layout.option.CORRECTS_LR) != 0
@@ -47,25 +47,25 @@ def lamb_factors(rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, 
 
 @triton.jit
 def lamb_moments(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Run the first pass: moments, the sums of each chunk, and x itself without a trust ratio."""
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), moments, moment_numbers, True,
+        (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), moments, moment_numbers, True,
         layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE),
                    3 if DECAY_MODE == "ball" else 2),
     )  # fmt: skip
 
 
 @triton.jit
-def moment_numbers(row_ptr, option_ptr, factor_ptr):
+def moment_numbers(slot_ptr, option_ptr, factor_ptr):
     """Return the numbers that `moments` takes."""
     return (
-        update_numbers(row_ptr, option_ptr, factor_ptr),
+        update_numbers(slot_ptr, option_ptr, factor_ptr),
         common.number(option_ptr + layout.option.BETA1),
         common.number(option_ptr + layout.option.BETA2),
         common.number(option_ptr + layout.option.BETA3),
@@ -106,11 +106,11 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
 
 @triton.jit
 def lamb_norms(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
+    slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
     DECAY_MODE: tl.constexpr, PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's norms and trust ratio, and count its step."""
-    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
+    tables = slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
     if DECAY_MODE == "ball":
         layer.run_tensor(tables, ball_step, PER_CHUNK, True)
     else:
@@ -133,9 +133,9 @@ def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
 
 
 @triton.jit
-def ball_step(weight_norm, update_norm, inner, row_ptr, _option_ptr, factor_ptr):
+def ball_step(weight_norm, update_norm, inner, slot_ptr, _option_ptr, factor_ptr):
     """Return the norm of u, and q, which joins the stride, as `ball_step` of the reference; store the factor of x."""
-    radius_ptr = tl.load(row_ptr + layer_layout.row.RADIUS).to(tl.pointer_type(tl.float32))
+    radius_ptr = tl.load(slot_ptr + layer_layout.slot.RADIUS).to(tl.pointer_type(tl.float32))
     radius = tl.load(radius_ptr)
     radius = tl.where(radius == 0, weight_norm.to(tl.float32), radius)
     tl.store(radius_ptr, radius)
@@ -152,7 +152,7 @@ def ball_step(weight_norm, update_norm, inner, row_ptr, _option_ptr, factor_ptr)
 
 @triton.jit
 def lamb_apply(
-    rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, waiting_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
     M_FORM: tl.constexpr, V_FORM: tl.constexpr, ROUNDING: tl.constexpr, CUT: tl.constexpr,
     DECAY_MODE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
@@ -161,8 +161,8 @@ def lamb_apply(
     # A thread moves 128 bits of the parameter at a time. Triton 3.3 has no bits of a dtype argument.
     CODES: tl.constexpr = 0 if M_FORM == "" else 4 if tl.float32 == X else 8
     layer.run_chunk(
-        (rows_ptr, grads_ptr, waiting_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG, columns.row.EXP_AVG_SQ), step, update_numbers, False,
+        (slots_ptr, grads_ptr, waiting_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), step, update_numbers, False,
         layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
         READS_G=False, CODES=CODES,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
 
 
 @triton.jit
-def update_numbers(_row_ptr, option_ptr, factor_ptr):
+def update_numbers(_slot_ptr, option_ptr, factor_ptr):
     """Return the tensor's factors of u, its decay, and the factor of x in decoupled decay and on the ball."""
     return (
         common.number(factor_ptr + layout.M_FACTOR),

@@ -18,13 +18,13 @@ from bighorn.kernels.triton import layer_kernels as layer
 
 @triton.jit
 def lars_norms(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each chunk's sums of squares of x and of the gradient."""
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (), squares, numbers, True,
         layer.Mode(X, G, S, S, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK),
     )  # fmt: skip
@@ -38,11 +38,11 @@ def squares(x, g, _moments, numbers, _place, _VECTOR: tl.constexpr, _mode, sums)
 
 @triton.jit
 def lars_ratio(
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
+    slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr,
     PER_CHUNK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute each tensor's trust ratio and factors, and count its step."""
-    tables = rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
+    tables = slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr
     layer.run_tensor(tables, ratio, PER_CHUNK)
 
 
@@ -70,7 +70,7 @@ def ratio(weight_norm, norm, option_ptr, factor_ptr):
 
 @triton.jit
 def lars_apply(
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr,
     X: tl.constexpr, G: tl.constexpr, S: tl.constexpr, M_FORM: tl.constexpr,
     ROUNDING: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
@@ -78,14 +78,14 @@ def lars_apply(
     # A thread has as many codes of 4 bits as elements of the parameter in 128 bits.
     CODES: tl.constexpr = 4 if M_FORM == "int4" and tl.float32 == X else 8
     layer.run_chunk(
-        (rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
-        (columns.row.EXP_AVG,), step, numbers, False,
+        (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
+        (columns.slot.EXP_AVG,), step, numbers, False,
         layer.Mode(X, G, S, S, M_FORM, "", ROUNDING, CUT, CHUNK, BLOCK), CODES=CODES,
     )  # fmt: skip
 
 
 @triton.jit
-def numbers(_row_ptr, option_ptr, factor_ptr):
+def numbers(_slot_ptr, option_ptr, factor_ptr):
     """Return the numbers that the rules take; a tensor's own ones are stored before the second pass."""
     return (
         common.number(option_ptr + layout.option.NORM_DECAY),

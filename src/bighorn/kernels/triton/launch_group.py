@@ -1,4 +1,4 @@
-"""Rows that the same compiled kernels serve: their tables and launches, for the whole model at once."""
+"""Slots that the same compiled kernels serve: their tables and launches, for the whole model at once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Triton's cache on disk ignores the constants that a kernel finds in another modu
 number, kernels with the columns and sizes of an older version would run after an update.
 """
 
-RowIndex = tuple[int, int]
-"""The index of a bucket, and the index of a row in it."""
+SlotIndex = tuple[int, int]
+"""The index of a bucket, and the index of a slot in it."""
 
-GradDtypes = dict[RowIndex, torch.dtype]
-"""The dtype of each row's gradient."""
+GradDtypes = dict[SlotIndex, torch.dtype]
+"""The dtype of each slot's gradient."""
 
 Tables = Callable[[object], tuple[Tensor, ...]]
 """A function that takes a kernel's tables from its launch group."""
@@ -54,13 +54,13 @@ def constants_of(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Option
 
 
 class LaunchGroup(Generic[Options]):
-    """Rows that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
+    """Slots that the same compiled kernels serve. An algorithm adds its columns, tables and launches."""
 
     params: list[Tensor]
     layout: Any
-    """The module with the columns of the algorithm in the table of rows, and of state tensors' addresses among them."""
+    """The module with the algorithm's columns in the table of slots, which has the addresses of state tensors."""
     sums: Tensor
-    """The sums of a pass for the next one: rows of float64, one per program."""
+    """The sums of a pass for the next one, float64, by program."""
     options: Tensor
     scale: Tensor
     apply_mask: Tensor
@@ -68,22 +68,22 @@ class LaunchGroup(Generic[Options]):
     """The arguments of the current step."""
 
     def __init__(
-        self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
+        self, buckets: list[Bucket[Options]], indices: list[SlotIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import columns, common_kernels
 
         self.buckets: list[Bucket[Options]] = buckets
         self.indices, self.uploads = indices, uploads
         offsets = list(itertools.accumulate([len(bucket.params) for bucket in buckets], initial=0))
-        self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the rows of all buckets
+        self.flat_indices = [offsets[index] + i for index, i in indices]  # indices among the slots of all buckets
         self.device = buckets[0].metrics.device
         self.common, self.columns = common_kernels, columns
         self.params = [buckets[index].params[i] for index, i in indices]
         self.chunks = [
             self.chunks_of(x, buckets[index].options) for (index, _), x in zip(indices, self.params, strict=True)
         ]
-        self.program_to_row = self.program_table(self.chunks)
-        self.rows = uploads.table(list(itertools.chain.from_iterable(self._rows())), torch.int64)
+        self.program_to_slot = self.program_table(self.chunks)
+        self.slots = uploads.table(list(itertools.chain.from_iterable(self._slots())), torch.int64)
         self.addresses = CachedTable(torch.int64, uploads)
         self.launches: dict[tuple[object, ...], tuple[Launch, int, Tables]] = {}
         self.update_gradients()
@@ -99,10 +99,10 @@ class LaunchGroup(Generic[Options]):
     def refresh(self) -> None:
         """Update the tables, after parameters have moved."""
         self.params = [self.buckets[index].params[i] for index, i in self.indices]
-        rows = self.rows.clone()  # launches in other streams, and graphs, may still read the old table
+        slots = self.slots.clone()  # launches in other streams, and graphs, may still read the old table
         addresses = self.uploads.table([x.data_ptr() for x in self.params], torch.int64)
-        rows.view(len(self.params), -1)[:, self.columns.row.PARAM.value] = addresses
-        self.rows = rows
+        slots.view(len(self.params), -1)[:, self.columns.slot.PARAM.value] = addresses
+        self.slots = slots
 
     @staticmethod
     def compiled_for(x: torch.dtype, g: torch.dtype, m: torch.dtype, options: Options) -> dict[str, Any]:
@@ -119,14 +119,14 @@ class LaunchGroup(Generic[Options]):
         return max(1, -(-size // CHUNK))
 
     def own_columns(self) -> list[dict[str, int]]:
-        """Return the values of the algorithm's columns in the table of rows, by their names."""
+        """Return the values of the algorithm's columns in the table of slots, by their names."""
         raise NotImplementedError
 
-    def addresses_of(self, row: RowIndex) -> dict[str, int]:
-        """Return the addresses of a row's state tensors by the columns that the layout has for them, or 0."""
-        state = self.buckets[row[0]].state
+    def addresses_of(self, slot: SlotIndex) -> dict[str, int]:
+        """Return the addresses of a slot's state tensors by the columns that the layout has for them, or 0."""
+        state = self.buckets[slot[0]].state
         return {
-            column: state[name][row[1]].data_ptr() if name in state else 0
+            column: state[name][slot[1]].data_ptr() if name in state else 0
             for column, name in self.layout.ADDRESSES.items()
         }
 
@@ -157,13 +157,13 @@ class LaunchGroup(Generic[Options]):
 
     def square_sums(self) -> Tensor:
         """Return the sum of the gradients' squares for each chunk, float64; the first call compiles the kernel."""
-        self.squares = torch.empty(self.program_to_row.numel(), dtype=torch.float64, device=self.device)
+        self.squares = torch.empty(self.program_to_slot.numel(), dtype=torch.float64, device=self.device)
         self.compile_only = False
         self.launch(self.common.square_sums)
         return self.squares
 
     def shard_totals(self, first: int, stop: int, stride: int, columns: int) -> Tensor:
-        """Return the totals of the first columns of each row's `sums`, flat; arguments are as for the kernel."""
+        """Return the totals of the first columns of each slot's `sums`, flat; arguments are as for the kernel."""
         self.totals = torch.zeros(columns * len(self.indices), dtype=torch.float64, device=self.device)
         constants = {"FIRST_SUM": first, "STOP_SUM": stop, "STRIDE": stride, "COLUMNS": columns}
         self.launch(self.common.shard_totals, **constants)
@@ -173,7 +173,7 @@ class LaunchGroup(Generic[Options]):
         """Compile and load a kernel at first, and launch it unless only compilation is asked for.
 
         Its tables are the attributes that its arguments name. It has one program for each entry of the one that maps
-        programs to rows, or else one for each row.
+        programs to slots, or else one for each slot.
         """
         key = id(kernel), *constants.items()  # the hash of a kernel looks at its sources
         found = self.launches.get(key)
@@ -189,25 +189,25 @@ class LaunchGroup(Generic[Options]):
     def _compiled(self, kernel: Any, constants: dict[str, Any]) -> tuple[Launch, int, Tables]:
         names = [name.removesuffix("_ptr") for name in kernel.arg_names if name.endswith("_ptr")]
         tables_of: Tables = operator.attrgetter(*names)
-        maps = [getattr(self, name) for name in names if name.endswith("_to_row")]
+        maps = [getattr(self, name) for name in names if name.endswith("_to_slot")]
         programs = maps[0].numel() if maps else len(self.indices)
         if not programs:
             return lambda *_: None, programs, tables_of
         return compiled(kernel, tables_of(self), {**self.constants, **constants}), programs, tables_of
 
     def program_table(self, programs: list[int]) -> Tensor:
-        """Return the row of each program, from the number of programs of each row."""
-        return self.uploads.table([row for row, count in enumerate(programs) for _ in range(count)], torch.int32)
+        """Return the slot of each program, from the number of programs of each slot."""
+        return self.uploads.table([slot for slot, count in enumerate(programs) for _ in range(count)], torch.int32)
 
-    def _rows(self) -> list[list[int]]:
-        rows: list[list[int]] = []
+    def _slots(self) -> list[list[int]]:
+        slots: list[list[int]] = []
         unique_steps: set[int] = set()
         first = 0
         for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.first_moment(i), bucket.steps[i].data_ptr()
-            rows.append(
-                self.layout.row.pack(
+            slots.append(
+                self.layout.slot.pack(
                     SIZE=x.numel(),
                     FIRST=first,
                     STOP=first + programs,
@@ -225,16 +225,16 @@ class LaunchGroup(Generic[Options]):
             )
             unique_steps.add(step)
             first += programs
-        return rows
+        return slots
 
 
 def shard_of(bucket: Bucket[Any], i: int) -> Shard:
-    """Return the shard of a row."""
+    """Return the shard of a slot."""
     return bucket.shards[i] if bucket.shards else Shard.whole(tuple(bucket.params[i].shape))
 
 
 def random_columns(bucket: Bucket[Any], i: int) -> dict[str, int]:
-    """Return the key of a row's random bits, and the positions of its elements in the whole parameter; 0 without."""
+    """Return the key of a slot's random bits, and the positions of its elements in the whole parameter; 0 without."""
     if not needs_rng_key(bucket):
         return dict.fromkeys(("KEY", "POSITION", "RUN", "RUNS", "RUN_STEP", "RUNS_STEP"), 0)
     key = rng_key(bucket.options.rounding_seed, bucket.param_ids[i])

@@ -72,34 +72,34 @@ def run_chunk(
     order, since the last chunks of the first one may still be in cache. A thread has CODES elements of a block of
     codes: with 8, the block is in one warp, whose threads find its scale without a barrier.
     """
-    rows_ptr, grads_ptr, program_to_row_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
+    slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr = tables
     program = tl.program_id(0) if FIRST_PASS else tl.num_programs(0) - 1 - tl.program_id(0)
-    index = tl.load(program_to_row_ptr + program).to(tl.int64)
+    index = tl.load(program_to_slot_ptr + program).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * layout.FACTOR
-    first, start, size = chunk_of(row_ptr, program, mode.M_FORM, mode.CHUNK)
-    g, addresses = tl.load(grads_ptr + index), weights.weight_addresses(row_ptr)
+    first, start, size = chunk_of(slot_ptr, program, mode.M_FORM, mode.CHUNK)
+    g, addresses = tl.load(grads_ptr + index), weights.weight_addresses(slot_ptr)
     for i in tl.static_range(len(moments)):
-        addresses |= tl.load(row_ptr + moments[i])
-    whole = aligned(addresses, row_ptr, size, mode.M_FORM, mode.BLOCK)
+        addresses |= tl.load(slot_ptr + moments[i])
+    whole = aligned(addresses, slot_ptr, size, mode.M_FORM, mode.BLOCK)
     pointers = (
-        weights.weight_at(row_ptr, start, mode.X, mode.ROUNDING),
+        weights.weight_at(slot_ptr, start, mode.X, mode.ROUNDING),
         common.at(g, start, mode.G),
-        moments_at(row_ptr, moments, start, mode),
+        moments_at(slot_ptr, moments, start, mode),
     )
-    numbers = common.gradient_scale(scale_ptr, option_ptr), NUMBERS(row_ptr, option_ptr, factor_ptr)
+    numbers = common.gradient_scale(scale_ptr, option_ptr), NUMBERS(slot_ptr, option_ptr, factor_ptr)
     if FIRST_PASS:
-        t = common.count(row_ptr)
+        t = common.count(slot_ptr)
         # Not in `run_tensor`, where another slice of a stacked parameter may have counted the step.
         tl.store(factor_ptr + layout.STEP_NUMBER, t)
     else:
         t = tl.load(factor_ptr + layout.STEP_NUMBER)
     DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "int4"
     RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
-    rng_key = weights.rng_key(row_ptr, t, RANDOM, mode.CUT)
-    chunk = Chunk(first, start, tl.load(row_ptr + columns.row.INNER), rng_key)
+    rng_key = weights.rng_key(slot_ptr, t, RANDOM, mode.CUT)
+    chunk = Chunk(first, start, tl.load(slot_ptr + columns.slot.INNER), rng_key)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES
     if not READS_G:
         near = run_blocks(pointers, numbers, chunk, 0, whole, RULE, FIRST_PASS, READS_G, VECTOR, 1, mode)
@@ -136,13 +136,13 @@ def run_blocks(
 
 
 @triton.jit
-def moments_at(row_ptr, moments, start, mode):
+def moments_at(slot_ptr, moments, start, mode):
     """Return pointers to the moments and to the scales of their blocks."""
-    scales_ptr = row_ptr + columns.row.EXP_AVG_SCALE
-    found = (codec.moment_at(row_ptr + columns.row.EXP_AVG, scales_ptr, start, mode.S, mode.M_FORM),)
+    scales_ptr = slot_ptr + columns.slot.EXP_AVG_SCALE
+    found = (codec.moment_at(slot_ptr + columns.slot.EXP_AVG, scales_ptr, start, mode.S, mode.M_FORM),)
     for i in tl.static_range(1, len(moments)):
         found += (
-            codec.moment_at(row_ptr + moments[i], row_ptr + layout.row.EXP_AVG_SQ_SCALE, start, mode.V, mode.V_FORM),
+            codec.moment_at(slot_ptr + moments[i], slot_ptr + layout.slot.EXP_AVG_SQ_SCALE, start, mode.V, mode.V_FORM),
         )
     return found
 
@@ -170,28 +170,28 @@ def write_weight(place, x, VECTOR: tl.constexpr, mode):
 
 
 @triton.jit
-def chunk_of(row_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
+def chunk_of(slot_ptr, chunk, FORM: tl.constexpr, CHUNK: tl.constexpr):
     """Return a chunk's first element, the origin of its offsets, and its size; all blocks of codes count as full ones.
 
     With codes, offsets count from the tensor.
     """
     if FORM == "":
-        start, size = common.extent(row_ptr, chunk, CHUNK)
+        start, size = common.extent(slot_ptr, chunk, CHUNK)
         return start, start, size
     else:
-        inner = tl.load(row_ptr + columns.row.INNER)
-        full = tl.load(row_ptr + columns.row.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
-        first = (chunk - tl.load(row_ptr + columns.row.FIRST)) * CHUNK
+        inner = tl.load(slot_ptr + columns.slot.INNER)
+        full = tl.load(slot_ptr + columns.slot.SIZE) // inner * tl.cdiv(inner, codec.CODES) * codec.CODES
+        first = (chunk - tl.load(slot_ptr + columns.slot.FIRST)) * CHUNK
         return first, 0, tl.minimum(full - first, CHUNK).to(tl.int32)
 
 
 @triton.jit
-def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def aligned(addresses, slot_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """Return how many elements of a chunk are moved in vectors; a gradient's address affects only its own loads."""
     if FORM == "":
         return common.vectorised(addresses, size, BLOCK)
     else:
-        return tl.where((addresses % 16 == 0) & (tl.load(row_ptr + columns.row.INNER) % 8 == 0), size, 0)
+        return tl.where((addresses % 16 == 0) & (tl.load(slot_ptr + columns.slot.INNER) % 8 == 0), size, 0)
 
 
 # ---- between the passes ----------------------------------------------------------------------------------------------
@@ -201,35 +201,35 @@ def aligned(addresses, row_ptr, size, FORM: tl.constexpr, BLOCK: tl.constexpr):
 def run_tensor(tables, RATIO: tl.constexpr, PER_CHUNK: tl.constexpr, INNER: tl.constexpr = False):
     """Store a tensor's norms and trust ratio, which RATIO returns from the norms of x and u, and count its step.
 
-    With INNER, it takes <x, u>, and the tensor's row, as well.
+    With INNER, it takes <x, u>, and the tensor's slot, as well.
     """
-    rows_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
+    slots_ptr, grads_ptr, options_ptr, apply_mask_ptr, factors_ptr, totals_ptr = tables
     SUMS: tl.constexpr = 3 if INNER else 2
     index = tl.program_id(0).to(tl.int64)
     if not common.takes_part(grads_ptr, apply_mask_ptr, index):
         return
-    row_ptr, option_ptr = common.entries(rows_ptr, options_ptr, index)
+    slot_ptr, option_ptr = common.entries(slots_ptr, options_ptr, index)
     factor_ptr = factors_ptr + index * layout.FACTOR
-    weight_norm = tl.sqrt(tensor_total(totals_ptr, row_ptr, index, PER_CHUNK, SUMS))
-    update_norm = tl.sqrt(tensor_total(totals_ptr + 1, row_ptr, index, PER_CHUNK, SUMS))
+    weight_norm = tl.sqrt(tensor_total(totals_ptr, slot_ptr, index, PER_CHUNK, SUMS))
+    update_norm = tl.sqrt(tensor_total(totals_ptr + 1, slot_ptr, index, PER_CHUNK, SUMS))
     if INNER:
-        inner = tensor_total(totals_ptr + 2, row_ptr, index, PER_CHUNK, SUMS)
-        update_norm, q = RATIO(weight_norm, update_norm, inner, row_ptr, option_ptr, factor_ptr)
+        inner = tensor_total(totals_ptr + 2, slot_ptr, index, PER_CHUNK, SUMS)
+        update_norm, q = RATIO(weight_norm, update_norm, inner, slot_ptr, option_ptr, factor_ptr)
     else:
         update_norm, q = RATIO(weight_norm, update_norm, option_ptr, factor_ptr)
-    metrics = tl.load(row_ptr + columns.row.NORMS).to(tl.pointer_type(tl.float32))
+    metrics = tl.load(slot_ptr + columns.slot.NORMS).to(tl.pointer_type(tl.float32))
     tl.store(metrics, weight_norm.to(tl.float32))
     tl.store(metrics + 1, update_norm.to(tl.float32))
     tl.store(metrics + 2, q.to(tl.float32))
-    common.count_step(row_ptr)
+    common.count_step(slot_ptr)
 
 
 @triton.jit
-def tensor_total(sums_ptr, row_ptr, index, PER_CHUNK: tl.constexpr, SUMS: tl.constexpr):
+def tensor_total(sums_ptr, slot_ptr, index, PER_CHUNK: tl.constexpr, SUMS: tl.constexpr):
     """Return a column's sum over a tensor's chunks; for shards, the sum over all ranks."""
     if PER_CHUNK:
         return common.partial_total(
-            sums_ptr, tl.load(row_ptr + columns.row.FIRST), tl.load(row_ptr + columns.row.STOP), SUMS
+            sums_ptr, tl.load(slot_ptr + columns.slot.FIRST), tl.load(slot_ptr + columns.slot.STOP), SUMS
         )
     else:
         return tl.load(sums_ptr + SUMS * index)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.options import Options
-from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex, constants_of
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, SlotIndex, constants_of
 from bighorn.kernels.triton.stepper import Stepper
 from bighorn.kernels.triton.tables import Uploads
 
@@ -20,14 +20,14 @@ FORMS = {torch.int8: ("signed", "unsigned"), torch.uint8: ("int4", "unsigned")}
 
 
 class LayerLaunchGroup(LaunchGroup[Options]):
-    """Rows that share compiled kernels, and the sums of their chunks.
+    """Slots that share compiled kernels, and the sums of their chunks.
 
     The module of an algorithm's kernels has `PASSES`: the kernels of the first pass, which leaves the sums of each
     chunk, and of the second, which takes their totals, for shards over all ranks.
     """
 
     def __init__(
-        self, buckets: list[Bucket[Options]], indices: list[RowIndex], dtypes: GradDtypes, uploads: Uploads
+        self, buckets: list[Bucket[Options]], indices: list[SlotIndex], dtypes: GradDtypes, uploads: Uploads
     ) -> None:
         from bighorn.kernels.triton import layer_layout
 
@@ -36,9 +36,9 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         super().__init__(buckets, indices, dtypes, uploads)
         self.constants["PER_CHUNK"] = not self.sharded
         self.width = buckets[indices[0][0]].options.sums
-        rows, chunks = len(self.indices), self.program_to_row.numel()
+        slots, chunks = len(self.indices), self.program_to_slot.numel()
         self.totals = self.sums = torch.empty(self.width * chunks, dtype=torch.float64, device=self.device)
-        self.factors = torch.empty(layer_layout.FACTOR.value * rows, dtype=torch.float64, device=self.device)
+        self.factors = torch.empty(layer_layout.FACTOR.value * slots, dtype=torch.float64, device=self.device)
         self.passes = importlib.import_module(f"bighorn.kernels.triton.{buckets[0].options.algorithm}_kernels").PASSES
 
     @staticmethod
@@ -68,7 +68,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
         for kernel in self.passes[0]:
             self.launch(kernel)
         if self.sharded:
-            yield self.shard_totals(self.columns.row.FIRST.value, self.columns.row.STOP.value, self.width, self.width)
+            yield self.shard_totals(self.columns.slot.FIRST.value, self.columns.slot.STOP.value, self.width, self.width)
         for kernel in self.passes[1]:
             self.launch(kernel)
 

@@ -16,7 +16,7 @@ from bighorn.kernels.arithmetic import count_step
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.triton.device import guard, unsupported_reason
-from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, RowIndex
+from bighorn.kernels.triton.launch_group import GradDtypes, LaunchGroup, SlotIndex
 from bighorn.kernels.triton.tables import CachedTable, Uploads, keep_alive
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Stepper(Generic[Options]):
         if reason := unsupported_reason(param):
             return reason
         if options.blocks and max(shape[1:].numel(), math.prod(codec.scales_shape(shape))) >= 2**31:
-            return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a row"
+            return "moments in blocks are counted in 32 bits in Triton: it has too many, or too many elements in a slot"
         if shard is not None and options.weight_rounding == "stochastic" and len(shard.split - {0}) > 2:
             return "Triton's random bits are for tensors that are cut up along three dims at most"
         return None
@@ -62,11 +62,11 @@ class Stepper(Generic[Options]):
         self.true = torch.ones((), dtype=torch.bool, device=self.device)
         self.none = torch.empty(0, dtype=torch.float64, device=self.device)
         served = {step.data_ptr() for bucket in buckets for step in bucket.steps}
-        # A stacked parameter without slices has no row, but its steps are counted like any other's.
+        # A stacked parameter without slices has no slot, but its steps are counted like any other's.
         self.counts_without_rows: list[tuple[Bucket[Options], Tensor]] = [
             (bucket, step) for bucket in self.buckets for step in bucket.unique_steps if step.data_ptr() not in served
         ]
-        self.grad_dtypes: GradDtypes = {}  # of all rows, since some gradients are missing when tables are built again
+        self.grad_dtypes: GradDtypes = {}  # of all slots, since some gradients are missing when tables are built again
         self._read_gradients()
         self.build_tables()
 
@@ -91,18 +91,18 @@ class Stepper(Generic[Options]):
             if grad is not None
         }
 
-    def launch_group(self, indices: list[RowIndex]) -> LaunchGroup[Options]:
-        """Return the launch group of rows of one kind."""
+    def launch_group(self, indices: list[SlotIndex]) -> LaunchGroup[Options]:
+        """Return the launch group of slots of one kind."""
         return self.group(self.buckets, indices, self.grad_dtypes, self.uploads)
 
     @staticmethod
     def kind(bucket: Bucket[Options], i: int) -> tuple[object, ...]:
-        """Return the properties, besides dtypes, that must be equal for rows that the same compiled kernels serve."""
+        """Return the properties, besides dtypes, that must be equal for slots that the same compiled kernels serve."""
         del i
         return bucket.options.weight_rounding, bucket.options.blocks
 
     def build_tables(self) -> None:
-        """Sort the rows into groups, and compile their kernels, so that none fails after another one has written."""
+        """Sort the slots into groups, and compile their kernels, so that none fails after another one has written."""
         self.layout_keys: list[list[object]] = self._layout_keys()
         self.uploads.streams.clear()
         with self.guard:
@@ -192,9 +192,9 @@ class Stepper(Generic[Options]):
         common = [0.0 if isinstance(o.lr, Tensor) else o.lr, -1.0 if o.maximize else 1.0, o.weight_decay]
         return common + self.columns.row(o)
 
-    def _alike(self) -> list[list[RowIndex]]:
-        """Return the rows of all buckets, grouped by the properties that kernels are compiled for."""
-        groups: dict[tuple[object, ...], list[RowIndex]] = {}
+    def _alike(self) -> list[list[SlotIndex]]:
+        """Return the slots of all buckets, grouped by the properties that kernels are compiled for."""
+        groups: dict[tuple[object, ...], list[SlotIndex]] = {}
         for index, bucket in enumerate(self.buckets):
             for i, x in enumerate(bucket.params):
                 key = (

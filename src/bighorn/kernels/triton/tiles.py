@@ -3,7 +3,7 @@
 This package has four names for some elements of a tensor. A chunk is consecutive elements that one program of LAMB, or
 of CAME for unfactored tensors, serves; a tile is rows and columns of a matrix that one program of CAME serves; a block
 is the elements that a program has in registers at a time, which with codes are whole blocks of `kernels/codec.py`. A
-piece is rows or columns whose averages one program advances.
+strip is rows or columns whose averages one program advances.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TileGrid:
         return self.count * ceil(self.height, self.tall) * ceil(self.width, self.wide)
 
     @cached_property
-    def pieces(self) -> int:
-        """The number of pieces of all matrices' rows and columns."""
+    def strips(self) -> int:
+        """The number of strips of all matrices' rows and columns."""
         row_parts, col_parts = ceil(self.width, self.wide), ceil(self.height, self.tall)
         of_rows = ceil(self.height, FEW_LINES if row_parts > MANY else LINES)
         return self.count * (of_rows + ceil(self.width, FEW_LINES if col_parts > MANY else LINES))

@@ -43,17 +43,17 @@ class Rng(NamedTuple):
 
 
 @triton.jit
-def weight_at(row_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
+def weight_at(slot_ptr, start, X: tl.constexpr, ROUNDING: tl.constexpr):
     """Return a parameter, and its aux state, from an element on."""
     AUX: tl.constexpr = tl.int16 if ROUNDING == "kahan" else tl.int8 if ROUNDING == "kahan8" else tl.float32
-    stored, aux = tl.load(row_ptr + columns.row.PARAM), tl.load(row_ptr + columns.row.AUX)
+    stored, aux = tl.load(slot_ptr + columns.slot.PARAM), tl.load(slot_ptr + columns.slot.AUX)
     return Weight(common.at(stored, start, X), common.at(aux, start, AUX))
 
 
 @triton.jit
-def weight_addresses(row_ptr):
+def weight_addresses(slot_ptr):
     """Return the bitwise or of the addresses of a parameter and of its aux state."""
-    return tl.load(row_ptr + columns.row.PARAM) | tl.load(row_ptr + columns.row.AUX)
+    return tl.load(slot_ptr + columns.slot.PARAM) | tl.load(slot_ptr + columns.slot.AUX)
 
 
 @triton.jit
@@ -139,26 +139,26 @@ def stochastic(value, bits, X: tl.constexpr):
 
 
 @triton.jit
-def rng_key(row_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
+def rng_key(slot_ptr, t, RANDOM: tl.constexpr, CUT: tl.constexpr):
     """Return what random bits and dither of a tensor derive from at step `t`; without RANDOM, nothing that is read.
 
     CUT: the row may be a shard whose elements are not consecutive in the whole parameter.
     """
     if RANDOM:
-        key, step = tl.load(row_ptr + columns.row.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
-        first = tl.load(row_ptr + columns.row.POSITION)
+        key, step = tl.load(slot_ptr + columns.slot.KEY).to(tl.uint32), t.to(tl.int64).to(tl.uint32)
+        first = tl.load(slot_ptr + columns.slot.POSITION)
         if CUT:
             runs = (
-                tl.load(row_ptr + columns.row.RUN),
-                tl.load(row_ptr + columns.row.RUNS),
-                tl.load(row_ptr + columns.row.RUN_STEP),
-                tl.load(row_ptr + columns.row.RUNS_STEP),
+                tl.load(slot_ptr + columns.slot.RUN),
+                tl.load(slot_ptr + columns.slot.RUNS),
+                tl.load(slot_ptr + columns.slot.RUN_STEP),
+                tl.load(slot_ptr + columns.slot.RUNS_STEP),
             )
             return RngKey(key, step, first, runs)
         else:
             return RngKey(key, step, first, (first,))
     else:
-        return row_ptr
+        return slot_ptr
 
 
 @triton.jit

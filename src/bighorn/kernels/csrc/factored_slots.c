@@ -1,5 +1,5 @@
-/* All rows of a factored optimizer's step: their distribution over threads, and the division of the workspace. */
-#include "factored_rows.h"
+/* All slots of a factored optimizer's step: their distribution over threads, and the division of the workspace. */
+#include "factored_slots.h"
 
 #include <stddef.h>
 
@@ -15,17 +15,17 @@ typedef struct {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Returns the needs of the rows in `order`, or of all if that is NULL. */
-static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shards, const Gradient *gradients,
+/* Returns the needs of the slots in `order`, or of all if that is NULL. */
+static FactoredNeeds needs_of(const FactoredSlot *slots, const FactoredShard *shards, const Gradient *gradients,
                               const int64_t *order, int64_t count) {
     FactoredNeeds needs = {0, 0, 0};
     for (int64_t i = 0; i < count; i++) {
         const int64_t index = order ? order[i] : i;
-        const FactoredRow *row = &rows[index];
+        const FactoredSlot *slot = &slots[index];
         const FactoredShard *shard = shards ? &shards[index] : NULL;
         const Gradient *gradient = &gradients[index];
-        const int64_t need = factored_workspace(row, shard);
-        const int64_t scratch = factored_scratch(row, shard);
+        const int64_t need = factored_workspace(slot, shard);
+        const int64_t scratch = factored_scratch(slot, shard);
         needs.scratch = larger(needs.scratch, scratch);
         needs.shared = larger(needs.shared, need);
         if (gradient->size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
@@ -33,42 +33,42 @@ static FactoredNeeds needs_of(const FactoredRow *rows, const FactoredShard *shar
     return needs;
 }
 
-/* Returns the doubles of workspace that a step of any selection of rows needs with this number of threads. */
-EXPORT int64_t bighorn_factored_workspace(const FactoredRow *rows, const FactoredShard *shards,
+/* Returns the doubles of workspace that a step of any selection of slots needs with this number of threads. */
+EXPORT int64_t bighorn_factored_workspace(const FactoredSlot *slots, const FactoredShard *shards,
                                           const Gradient *gradients, int64_t count, int threads) {
-    const FactoredNeeds needs = needs_of(rows, shards, gradients, NULL, count);
+    const FactoredNeeds needs = needs_of(slots, shards, gradients, NULL, count);
     return threads * needs.scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
 }
 
 typedef struct {
     FactoredStep *step;
-    FactoredStepRow *step_row;
+    FactoredStepSlot *step_slot;
     FactoredNeeds needs;
     double *workspace;
-    RowQueue queue;
+    SlotQueue queue;
 } FactoredCall;
 
-static void step_row(void *data, int64_t row, const RowShare *share) {
+static void step_slot(void *data, int64_t slot, const SlotShare *share) {
     FactoredCall *call = data;
     double *scratch = call->workspace + share->thread * call->needs.scratch;
     double *shared = call->workspace + share->team * call->needs.scratch;
     double *own = shared + (share->team > 1 ? call->needs.shared + share->thread * call->needs.own : 0);
-    call->step_row(call->step, row, share, scratch, share->parts > 1 ? shared : own);
+    call->step_slot(call->step, slot, share, scratch, share->parts > 1 ? shared : own);
 }
 
-static void step_rows(int thread, int team, void *data) {
+static void step_slots(int thread, int team, void *data) {
     FactoredCall *call = data;
-    for_each_row(&call->queue, thread, team, step_row, call);
+    for_each_slot(&call->queue, thread, team, step_slot, call);
 }
 
-void factored_step_rows(const RunConfig *run, FactoredStep *step, FactoredStepRow *step_row, const int64_t *order,
-                        int64_t count, double *workspace) {
+void factored_step_slots(const RunConfig *run, FactoredStep *step, FactoredStepSlot *step_slot, const int64_t *order,
+                         int64_t count, double *workspace) {
     FactoredCall call = {
         .step = step,
-        .step_row = step_row,
-        .needs = needs_of(step->rows, step->shards, step->gradients, order, count),
+        .step_slot = step_slot,
+        .needs = needs_of(step->slots, step->shards, step->gradients, order, count),
         .workspace = workspace,
         .queue = {.order = order, .gradients = step->gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS},
     };
-    run_parallel(run, elements_in(&call.queue), step_rows, &call);
+    run_parallel(run, elements_in(&call.queue), step_slots, &call);
 }

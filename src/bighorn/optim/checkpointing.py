@@ -272,10 +272,11 @@ def _refuse_unknown_format(groups: Iterable[Group], current: Iterable[Group]) ->
 def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_norm: float | None) -> str:
     """The text of the warning: what was converted, and how the next steps will differ from the other optimizer's."""
     renamed = [
-        f"{key}={group[key]!r} is {_listed(change(group[key]))}"
+        f"{key}={group[key]!r} is {_listed(options)}"
         for group in groups
         for key, change in row.becomes.items()
-        if key in group and change(group[key])
+        if key in group and (options := change(group[key])) not in ({}, {key: group[key]})
+        if options.items() <= row.options(group).items()  # else another key has overridden it
     ]
     if any("step" in group for group in groups):
         renamed.append("each group's count of steps is its parameters' own")

@@ -15,19 +15,17 @@ from torch.optim import Optimizer
 
 from bighorn import Came, Lamb, Lars, square_sums
 from bighorn.kernels.foreach import lists
-from bighorn_workbench.shapes import SHAPES
 from tests.device import stand_in
 from tests.device.calls import Calls
 from tests.device.devices import Device, on
 from tests.device.stand_in import COMPLETE, MODES
 from tests.support.case_options import is_matrix
+from tests.support.models import bert
 
 Shapes = Sequence[tuple[int, ...]]
 
 # BERT's 197 tensors without the pooler, with a width of 64: all are smaller than a piece.
-BERT: Shapes = tuple(
-    tuple(min(size // 12, 1000) if size > 2 else size for size in shape) for shape in SHAPES["bert_base"]()
-)[:197]
+BERT: Shapes = tuple(tuple(min(size // 12, 1000) if size > 2 else size for size in shape) for shape in bert(12, 768))
 FEW: Shapes = [(128, 64), (128,), (128, 128), (128,), (10, 128), (10,)]
 
 

@@ -9,10 +9,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
-from bighorn_workbench.commands import bighorn as commands
-
 ROOT = Path(__file__).parents[2]
 
 GONE = {
@@ -52,15 +48,11 @@ SOURCES = [
 
 
 def prose() -> Iterator[tuple[str, str]]:
-    """Yield pages without code, and the help of commands."""
+    """Yield pages without code, and the page whose code is the help of commands."""
     for page in sorted(page for pattern in PAGES for page in ROOT.glob(pattern)):
         text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         yield str(page.relative_to(ROOT)), text
-    context = click.Context(commands, info_name="bighorn")
-    for name in commands.list_commands(context):
-        command = commands.get_command(context, name)
-        assert command is not None
-        yield f"bighorn {name}", command.get_help(click.Context(command, info_name=name, parent=context))
+    yield "help of commands", (ROOT / "docs" / "command-line.md").read_text()
 
 
 def remarks() -> Iterator[tuple[str, str]]:

@@ -109,11 +109,21 @@ def test_the_library_knows_nothing_of_the_workbench() -> None:
     none_of(offenders(of_the_workbench, [*FILES, *(ROOT / "kernels" / "csrc").glob("*.[ch]")]))
 
 
+def from_the_workbench(path: Path) -> Iterator[Offence]:
+    yield from ((line, ".".join(name)) for line, name in imports(path) if name[0] == "bighorn_workbench")
+
+
+def test_tests_import_nothing_of_the_workbench() -> None:
+    """They run where it is not installed. Scripts in `benchmarks/` use its instruments."""
+    none_of(offenders(from_the_workbench, sorted(Path(__file__).parents[1].rglob("*.py"))))
+
+
 def test_the_wall_sees_the_workbench(tmp_path: Path) -> None:
     planted = tmp_path / "bighorn" / "planted.py"
     planted.parent.mkdir()
     (planted.parent / "__init__.py").touch()
     planted.write_text("import torch\nfrom bighorn_workbench import train\nHELP = 'see bighorn doctor'\n")
+    assert offenders(from_the_workbench, [planted]) == ["bighorn/planted.py:2: bighorn_workbench"]
     assert offenders(of_the_workbench, [planted]) == [
         "bighorn/planted.py:2: names bighorn_workbench",
         "bighorn/planted.py:3: names bighorn doctor",

@@ -23,8 +23,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bighorn_workbench.ranks import end_process_group
-
 LIMIT = 250
 """Seconds that a process may take; on a busy machine, importing torch alone takes one minute."""
 
@@ -33,18 +31,17 @@ VARIABLES = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file_
 """The environment of torchrun, whose processes import `tests`."""
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "bighorn_workbench.train",
-        "pytest",
-        "sklearn.datasets",
-        "torch._dynamo",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "torch.distributed.optim",
-        "torch.distributed.tensor.parallel",
-    ]
-)
+PRELOADED = [
+    "bighorn",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+]
+"""What a new process has imported; tests of the workbench add to it before the first process starts."""
+FORKS.set_forkserver_preload(PRELOADED)
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,20 @@ def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         end_process_group()
+
+
+def end_process_group() -> None:
+    """Destroy the process group, if there is one, without waiting for gloo's threads with Python's lock held.
+
+    Reference cycles are collected first, since models hold the group in them, and the group is released last, after its
+    threads have released the tensors of its last collectives (`bighorn_workbench.ranks` has the details).
+    """
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        gc.collect()
+        dist.destroy_process_group()
+        time.sleep(0.1)
+        del group
 
 
 def assert_ended_well(processes: Sequence[Outcome]) -> None:

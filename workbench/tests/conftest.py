@@ -8,7 +8,10 @@ import torch
 from click.testing import Result
 
 from bighorn_workbench.run import Run
+from tests.support import processes
 from workbench.tests.command_line import Invoke, call, without_dropout, write_idx, write_text
+
+processes.FORKS.set_forkserver_preload([*processes.PRELOADED, "bighorn_workbench.train", "sklearn.datasets"])
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ class CompareConfig(Options):
         about = defaults(task)
         sizes = about.batch_sizes or (about.batch_size,)
         if self.batch_sizes is not None:
-            sizes = numbers("--batch-sizes", self.batch_sizes, int)
+            sizes = tuple(sorted(numbers("--batch-sizes", self.batch_sizes, int)))
         optimizers = names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS)
         if self.baseline is not None:
             check_name("--baseline", self.baseline, optimizers)

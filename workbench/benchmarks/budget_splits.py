@@ -1,6 +1,6 @@
 """How to divide a budget into trials and seeds, by studies that are drawn from an exhaustive grid of rates.
 
-    python workbench/benchmarks/budget_splits.py JSON [STUDIES]   # 100 studies of each task, three minutes
+    python workbench/benchmarks/budget_splits.py JSON [STUDIES]   # 60 studies of each task, four minutes
 
 In place of runs, each has the value of its rate and seed on the grid of `rate_grid.py`, between two rates on the line
 between their values. More seeds than the grid has are drawn from the normal distribution with the means of its seeds
@@ -39,7 +39,7 @@ from rate_grid import SPANS
 from rate_search import loss_of
 from result_files import RESULTS, load
 
-STUDIES = 100
+STUDIES = 60
 BUDGETS = (13, 18, 25, 36, 60, 105)
 """Runs of each optimizer."""
 
@@ -155,6 +155,7 @@ def share(count: Mapping[str, Any], kind: str) -> str:
 def main(file: Path, studies: int = STUDIES) -> None:
     """Draw all studies, and write the file and the page."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = provenance(f"python workbench/benchmarks/budget_splits.py JSON {studies}")
     counts: dict[tuple[int, int], Counter[str]] = {split: Counter() for split in SPLITS}
     for task in TASKS:
         for number in range(studies):
@@ -163,7 +164,6 @@ def main(file: Path, studies: int = STUDIES) -> None:
                 counts[split].update(study.verdicts(*split))
     kinds = ("right", "wrong", "unclear", "not tuned")
     splits = [{"split": split, **{kind: count[kind] for kind in kinds}} for split, count in counts.items()]
-    found = provenance(f"python workbench/benchmarks/budget_splits.py JSON {studies}")
     write_json(file, {**found, "studies": studies, "splits": splits})
     PAGE.write_text(written(PAGE.read_text(), json.loads(file.read_text())))
 

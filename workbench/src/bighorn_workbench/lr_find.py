@@ -23,7 +23,7 @@ from bighorn_workbench.display import busy, counting, duration, table_of, termin
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.metrics import metric_text
-from bighorn_workbench.optimizers import OPTIMIZERS
+from bighorn_workbench.optimizers import OPTIMIZERS, without_compiler
 from bighorn_workbench.options import (
     FILE,
     MOST,
@@ -166,6 +166,7 @@ def find(
 @click.option("--report", type=FILE, help="Write an HTML report with the curves.")
 @click.option("--json", "json_file", type=FILE, help="Write every run and what it depends on as JSON.")
 @click.pass_context
+@without_compiler()
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
     """Find a learning rate to start from, by runs at fixed rates.
 

@@ -23,7 +23,7 @@ from bighorn_workbench.environment import device_name, environment
 from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import log_option, logged
 from bighorn_workbench.metrics import metric_text
-from bighorn_workbench.optimizers import state_bytes
+from bighorn_workbench.optimizers import state_bytes, without_compiler
 from bighorn_workbench.options import FILE, Command, command_line, config_options, given, words
 from bighorn_workbench.ranks import Interrupt, Ranks
 from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
@@ -47,6 +47,7 @@ Outputs = Mapping[str, Path | None]
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @log_option
 @click.pass_context
+@without_compiler()
 def train(
     ctx: click.Context,
     /,

@@ -829,12 +829,6 @@ def test_one_decay_of_each_optimizer_is_searched() -> None:
         (["--epochs", "-1"], "--epochs=-1.0"),
         (["--task", "mnist"], "--task mnist needs --data DIR"),
         (["--study", "s", "--json", "s"], "--json s is the file of --study s"),
-        (["--optimizers", "lamb,came-corrected"], "--optimizers: no 'came-corrected' here; its name is came now."),
-        (["--optimizers", "came-corrected-int8"], "'came-corrected-int8' here; its name is came-int8 now."),
-        (
-            ["--optimizers", "came-small", "--space", "came-small-corrected.lr=1"],
-            "--space: no 'came-small-corrected' here; its name is came-small",
-        ),
     ],
 )
 def test_bad_options(invoke: Invoke, options: list[str], message: str) -> None:

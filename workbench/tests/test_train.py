@@ -210,7 +210,6 @@ def test_the_schedule_is_what_was_asked_for(
     ("options", "message"),
     [
         (["--task", "digit"], "no 'digit' here; did you mean digits?"),
-        (["--optimizer", "came-corrected"], "no 'came-corrected' here; its name is came now."),
         (["--optimizer", "AdamW"], "no 'AdamW' here; did you mean adamw?"),
         (["--lr", "0,01"], "'0,01' is not a valid float. Write 0.01, with a point."),
         (["--steps", "1,000"], "'1,000' is not a valid integer. Write 1000, without a comma."),

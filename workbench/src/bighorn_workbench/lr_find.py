@@ -62,18 +62,8 @@ def _ends(which: int) -> str:
 class SearchConfig(Options):
     """The options of a search, in addition to the run's."""
 
-    lr_min: float | None = option(
-        None,
-        "The lowest rate.",
-        shown=_ends(0),
-        check=POSITIVE,
-    )
-    lr_max: float | None = option(
-        None,
-        "The highest rate.",
-        shown=_ends(1),
-        check=POSITIVE,
-    )
+    lr_min: float | None = option(None, "The lowest rate.", shown=_ends(0), check=POSITIVE)
+    lr_max: float | None = option(None, "The highest rate.", shown=_ends(1), check=POSITIVE)
 
     def span(self, optimizer: str) -> tuple[float, float]:
         """Return the range of rates.

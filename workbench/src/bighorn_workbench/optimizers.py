@@ -267,9 +267,6 @@ ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
 }
 """A description of each contestant, in one line."""
 
-RENAMED = {"came-corrected": "came", "came-corrected-int8": "came-int8", "came-small-corrected": "came-small"}
-"""The new names of contestants, by their old ones."""
-
 
 @contextmanager
 def without_compiler() -> Iterator[None]:

@@ -16,7 +16,6 @@ import torch
 
 from bighorn import FixedScale, WindowScale
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.optimizers import RENAMED
 
 Number = TypeVar("Number", int, float)
 Value = TypeVar("Value")
@@ -129,14 +128,12 @@ def check_name(flag: str, name: str, known: Collection[str]) -> str:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the new name of a contestant, or the name in ``known`` nearest to a wrong one, or else all of them.
+    """Return the name in ``known`` nearest to a wrong one, or else all of them.
 
     Example:
-        >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("came-corrected", ["came"])
-        ('did you mean adamw?', 'its name is came now.')
+        >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("shampoo", ["adam", "adamw"])
+        ('did you mean adamw?', 'there are adam, adamw.')
     """
-    if RENAMED.get(name) in known:
-        return f"its name is {RENAMED[name]} now."
     lowered = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(known)}."

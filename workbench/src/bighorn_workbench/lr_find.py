@@ -15,8 +15,7 @@ import click
 
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import check_task
-from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.builtin_tasks.trial import resolved
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import evaluation_seconds, step_seconds
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
@@ -38,7 +37,7 @@ from bighorn_workbench.options import (
 from bighorn_workbench.run import Run
 from bighorn_workbench.space import scanned, spans
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import Trial, held_out, make, ordered
+from bighorn_workbench.trials import Trial, make, ordered
 from bighorn_workbench.values import warmup_steps
 
 SHARED = (
@@ -170,9 +169,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     span = search.span(config.optimizer)
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     task = load(config.task, config.data)
-    config, tuned = config.resolved(task), held_out(task)
-    if isinstance(task, UserTask):
-        check_task(task, tuned, config)
+    config, tuned = resolved(task, config)
     run = Run(config, tuned, split="validation")
     about = provenance(command_line(ctx), config.device)
     console = terminal()

@@ -4,8 +4,8 @@
 
 In place of runs, each has the value of its rate and seed on the grid of `rate_grid.py`, between two rates on the line
 between their values. More seeds than the grid has are drawn from the normal distribution with the means of its seeds
-and the covariances of all rates and optimizers. The command's own code chooses the rates and says which differences are
-clear. One is right if it has the sign of the difference between the best means on the grid, and wrong otherwise.
+and the covariances of all rates and optimizers. The command's own code chooses the rates and decides which differences
+are clear. One is right if it has the sign of the difference between the best means on the grid, and wrong otherwise.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Study:
         return [*trials, *(self.run(name, lr, 0) for lr in later(name, best))]
 
     def run(self, name: str, lr: float, seed: int) -> Trial:
-        """Return a run at a rate; seed 0 is that of the trials."""
+        """Return a run at a rate; all trials have seed 0."""
         values = between(self.task, name, lr)
         mean = statistics.fmean(values)
         parts = zip(self.weights[seed], values, strict=True)

@@ -49,7 +49,7 @@ def search(data: str, study: Path) -> Search:
     span = {"lr": (min(RATES), max(RATES))}
     base = [RunConfig(TASK, data, optimizer, epochs=EPOCHS, threads=1).resolved(task) for optimizer in NAMES.values()]
     entries = tuple(Grid(name, config, span) for name, config in zip(NAMES, base, strict=True))
-    return Search(Plan(entries, len(RATES), SEEDS, None, study, fingerprint(task, 1)), task)
+    return Search(Plan(entries, len(RATES), SEEDS, SEEDS, None, study, fingerprint(task, 1)), task)
 
 
 def main(data: str, study: str, result: str) -> None:

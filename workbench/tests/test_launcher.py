@@ -44,6 +44,22 @@ def test_ctrl_c_during_imports_is_130_without_a_traceback(start: str, module: st
     assert ended.returncode == 130
 
 
+def test_training_imports_no_compiler() -> None:
+    """Its import takes as long as torch's, which `torch.optim.Optimizer` makes in its constructor."""
+    program = """
+import sys
+from bighorn_workbench import launch
+try:
+    launch.main()
+finally:
+    print({"torch._dynamo", "matplotlib", "optuna", "scipy", "sklearn"} & sys.modules.keys())
+"""
+    command = [sys.executable, "-c", program, "train", "--steps", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "set()"
+
+
 def test_the_help_imports_no_torch() -> None:
     program = "import sys; from bighorn_workbench import launch; sys.modules['torch'] = None; launch.main()"
     ended = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=LIMIT)

@@ -347,6 +347,10 @@ def test_a_hugging_face_configuration_is_read_offline(invoke: Invoke, monkeypatc
     package.Endless, Config.architectures = Endless, ("Endless",)
     output = invoke("memory", "--hf-config", "config.json", code=1).output
     assert "it has more than 1,000 parameters' tensors. Correct its number of layers" in output
+    for endless in ({"num_labels": 1001}, {"text_config": {"num_hidden_layers": 1001}}, {"depths": [2, 1001]}):
+        Path("config.json").write_text(json.dumps(endless))
+        output = invoke("memory", "--hf-config", "config.json", code=1).output
+        assert "=1,001, more than 1,000. Correct it" in output, "before transformers makes a list of them"
     Path("config.json").write_text("{}")
     assert "ValueError: unrecognized model" in invoke("memory", "--hf-config", "config.json", code=1).output
     assert "there is no such file" in invoke("memory", "--hf-config", "absent.json", code=1).output

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from bighorn_workbench.reports import plots, render, style
-from bighorn_workbench.smoothing import smoothed
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, Page, assert_self_contained
 
@@ -97,9 +96,9 @@ def test_heat_map_of_many_layers_gives_each_its_line() -> None:
 
 
 def test_smoothing_keeps_a_constant_and_the_ends() -> None:
-    np.testing.assert_allclose(smoothed([2.0] * 500, 6), 2.0)
+    np.testing.assert_allclose(plots.smoothed([2.0] * 500, 6), 2.0)
     line = np.arange(500.0)
-    np.testing.assert_allclose(smoothed(line.tolist(), 6), line)
+    np.testing.assert_allclose(plots.smoothed(line.tolist(), 6), line)
 
 
 @for_every("xlabel", ["epoch", "learning rate"])

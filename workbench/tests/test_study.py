@@ -288,10 +288,6 @@ def test_a_study_of_another_version_of_optuna_is_named(invoke: Invoke) -> None:
     [
         (b"not a study\n", "--study other is damaged or not a file of bighorn compare (it starts with b'not a"),
         (b"S", "--study other is damaged or not a file of bighorn compare (it starts with b'S')"),
-        (
-            b'{"op_code":0,"worker_id":"x"}\n',
-            "--study other is of an earlier version of bighorn, which kept studies",
-        ),
     ],
 )
 def test_a_file_of_another_kind_is_refused_and_left_as_it_is(invoke: Invoke, start: bytes, message: str) -> None:

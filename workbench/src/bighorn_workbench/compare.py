@@ -3,7 +3,6 @@
 import math
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -37,11 +36,14 @@ from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import LEAST, Cell, held_out, paired
 from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
-from bighorn_workbench.verdict import BASELINE, chosen, columns, ranked, row, unfinished, verdicts, warnings
+from bighorn_workbench.verdict import BASELINE, MOST_SEEDS, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 
 TRIALS, MOST_TRIALS = 12, 100
 """The trials of a cell without and with a budget of time."""
+
+SEEDS = 5
+"""The final runs of a cell, at least."""
 
 WIDEST = 120
 """Columns of text of the table on any terminal, since wrapped lines are better than truncated names."""
@@ -68,8 +70,8 @@ class CompareConfig(Options):
     )
     budget: str | None = option(
         None,
-        "Time for the whole command, like 2h: as many trials as leave time for the final runs, the same number for "
-        f"each optimizer at each batch size; no run is cut short. Refused at once if {LEAST} trials do not fit.",
+        "Time for the whole command, like 2h: as many trials and final runs as fit, the same numbers for each "
+        f"optimizer at each batch size; no run is cut short. Refused at once if {LEAST} trials do not fit.",
         shown="none",
         check=seconds_in,
     )
@@ -83,8 +85,11 @@ class CompareConfig(Options):
         None, "The optimizer that the others are compared with.", shown=f"{BASELINE}, or the first one without it"
     )
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
-    seeds: int = option(
-        5, "Final runs of each optimizer at each batch size: seeds 1, 2, ...; trials use seed 0.", check=COUNT
+    seeds: int | None = option(
+        None,
+        "Final runs of each optimizer at each batch size: seeds 1, 2, ...; trials use seed 0.",
+        shown=f"{SEEDS}, or up to {MOST_SEEDS} with --budget",
+        check=COUNT,
     )
     target: float | None = option(
         None, "Count the steps until the metric on test data reaches this value.", shown="the task's", check=number
@@ -100,7 +105,7 @@ class CompareConfig(Options):
         about = defaults(task)
         sizes = about.batch_sizes or (about.batch_size,)
         if self.batch_sizes is not None:
-            sizes = numbers("--batch-sizes", self.batch_sizes, int)
+            sizes = tuple(sorted(numbers("--batch-sizes", self.batch_sizes, int)))
         optimizers = names("--optimizers", "lamb,adamw" if self.optimizers is None else self.optimizers, CONTESTANTS)
         if self.baseline is not None:
             check_name("--baseline", self.baseline, optimizers)
@@ -243,7 +248,8 @@ def prepare(
     plan = Plan(
         entries=tuple(entries),
         trials=config.trials or (TRIALS if budget is None else MOST_TRIALS),
-        seeds=config.seeds,
+        seeds=config.seeds or SEEDS,
+        most_seeds=config.seeds or (SEEDS if budget is None else MOST_SEEDS),
         target=target,
         study=study,
         data=data,
@@ -268,7 +274,7 @@ def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     """Raise an error, with a budget that suffices, for one that has no time for a verdict."""
     plan = search.plan
     least = max(search.trials, min(LEAST, plan.trials))
-    needed, left = search.needed(least), search.left - _starting(plan.processes)
+    needed, left = search.needed(least, plan.seeds), search.left - _starting(plan.processes)
     if needed <= left:
         return
     base, whole = plan.entries[0].base, budget - left + needed
@@ -294,14 +300,12 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         console.print(f"{name}: {spans(space)}")
     if known:
         console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.study}.")
-    needed = search.needed(search.trials)
+    needed = search.needed(search.trials, search.seeds)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")
     if plan.deadline is not None:
-        counts = range(search.trials, plan.trials + 1)
-        fit = bisect_right(counts, search.left - starting, key=search.needed)
-        fitting, finals = counted(counts[max(fit - 1, 0)], "trial"), counted(plan.seeds, "final run")
-        console.print(f"About {fitting} of each fit beside {finals}{busy()}.")
+        trials, seeds = search.fitting(search.left - starting)
+        console.print(f"About {counted(trials, 'trial')} and {counted(seeds, 'final run')} of each fit{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
         shown = set(search.finished())
@@ -325,7 +329,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                 total = search.total
                 bar.update(task_id, completed=len(shown), total=None if search.is_open else total)
                 if not console.is_terminal:
-                    count, left = f"{len(shown)} of {total}", search.needed(search.trials)
+                    count, left = f"{len(shown)} of {total}", search.needed(search.trials, search.seeds)
                     if search.is_open:
                         count, left = f"{len(shown)} runs", max(search.left, 0.0)
                     console.print(
@@ -355,8 +359,8 @@ def _finish(
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.deadline is not None and cells:
         notes.append(
-            f"--budget {config.budget} had time for {counted(search.trials, 'trial')} of each optimizer at each batch "
-            "size."
+            f"--budget {config.budget} had time for {counted(search.trials, 'trial')} and "
+            f"{counted(search.seeds, 'final run')} of each optimizer at each batch size."
         )
     paste = _paste(search, common)
     if report is not None and not cells:
@@ -377,6 +381,7 @@ def _finish(
         "batch_sizes": ", ".join(dict.fromkeys(str(entry.base.batch_size) for entry in plan.entries)),
         "space": "; ".join(dict.fromkeys(f"{entry.name} {spans(entry.space)}" for entry in plan.entries)),
         "trials": search.trials,
+        "seeds": search.seeds,
         "epochs": base.epochs,
         "steps": base.steps,
         "target": plan.target,

@@ -1,9 +1,8 @@
 """The record of a run, step by step."""
 
-import typing
 from dataclasses import dataclass, field
 
-from bighorn_workbench.records import fits
+from bighorn_workbench.records import check_types
 
 
 @dataclass
@@ -40,10 +39,7 @@ class History:
 
     def check(self, steps: int, metric: str) -> None:
         """Raise an error for a record that is not of a run of so many steps, since a file may hold anything."""
-        hints = typing.get_type_hints(History)
-        wrong = [name for name, hint in hints.items() if not fits(getattr(self, name), hint)]
-        if wrong:
-            raise TypeError(f"the history's {wrong[0]} must be {hints[wrong[0]]}")
+        check_types(self)
         evaluated, columns = [step for step, _ in self.evaluations], len(self.metric_steps)
         lengths = {len(self.loss), len(self.lr), len(self.scale) or steps}
         if (

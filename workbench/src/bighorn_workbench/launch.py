@@ -6,14 +6,8 @@ from importlib.util import find_spec
 
 from bighorn_workbench.interrupts import begin_imports, stop
 
-PACKAGES = {
-    "click": "click",
-    "jinja2": "jinja2",
-    "matplotlib": "matplotlib",
-    "numpy": "numpy",
-    "rich": "rich",
-    "sklearn": "scikit-learn",
-}
+PACKAGES = {name: name for name in ("click", "jinja2", "matplotlib", "numpy", "rich")} | {"sklearn": "scikit-learn"}
+"""The packages that the command line needs, by the names of their modules."""
 
 
 def main() -> None:

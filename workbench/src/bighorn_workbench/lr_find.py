@@ -15,15 +15,14 @@ import click
 
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import check_task
-from bighorn_workbench.builtin_tasks.user import UserTask
+from bighorn_workbench.builtin_tasks.trial import resolved
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import evaluation_seconds, step_seconds
 from bighorn_workbench.display import busy, counting, duration, table_of, terminal
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.metrics import metric_text
-from bighorn_workbench.optimizers import OPTIMIZERS
+from bighorn_workbench.optimizers import OPTIMIZERS, without_compiler
 from bighorn_workbench.options import (
     FILE,
     MOST,
@@ -38,7 +37,7 @@ from bighorn_workbench.options import (
 from bighorn_workbench.run import Run
 from bighorn_workbench.space import scanned, spans
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import Trial, held_out, make, ordered
+from bighorn_workbench.trials import Trial, make, ordered
 from bighorn_workbench.values import warmup_steps
 
 SHARED = (
@@ -62,18 +61,8 @@ def _ends(which: int) -> str:
 class SearchConfig(Options):
     """The options of a search, in addition to the run's."""
 
-    lr_min: float | None = option(
-        None,
-        "The lowest rate.",
-        shown=_ends(0),
-        check=POSITIVE,
-    )
-    lr_max: float | None = option(
-        None,
-        "The highest rate.",
-        shown=_ends(1),
-        check=POSITIVE,
-    )
+    lr_min: float | None = option(None, "The lowest rate.", shown=_ends(0), check=POSITIVE)
+    lr_max: float | None = option(None, "The highest rate.", shown=_ends(1), check=POSITIVE)
 
     def span(self, optimizer: str) -> tuple[float, float]:
         """Return the range of rates.
@@ -166,6 +155,7 @@ def find(
 @click.option("--report", type=FILE, help="Write an HTML report with the curves.")
 @click.option("--json", "json_file", type=FILE, help="Write every run and what it depends on as JSON.")
 @click.pass_context
+@without_compiler()
 def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, **_: Any) -> None:
     """Find a learning rate to start from, by runs at fixed rates.
 
@@ -179,9 +169,7 @@ def lr_find(ctx: click.Context, /, report: Path | None, json_file: Path | None, 
     span = search.span(config.optimizer)
     files.check_outputs({"--report": report, "--json": json_file}, {"--data": config.data})
     task = load(config.task, config.data)
-    config, tuned = config.resolved(task), held_out(task)
-    if isinstance(task, UserTask):
-        check_task(task, tuned, config)
+    config, tuned = resolved(task, config)
     run = Run(config, tuned, split="validation")
     about = provenance(command_line(ctx), config.device)
     console = terminal()

@@ -1,7 +1,9 @@
 """The weights for a prediction: of a set of shapes, a task or any code. No memory is allocated for them."""
 
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -20,6 +22,9 @@ from bighorn_workbench.shapes import SHAPES
 
 MOST_TENSORS = 500_000
 """The parameters of a model of a configuration; the largest mixtures of experts have 70,000."""
+
+PARTS = re.compile(r"num_labels|\w*(layers?|blocks|depths?|stages|experts)")
+"""The names of numbers in a configuration that are of parts, each made in a loop; other sizes allocate nothing."""
 
 
 def of_shapes(name: str, dtype: torch.dtype) -> Weights:
@@ -63,6 +68,7 @@ def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
     except ImportError as error:
         raise InputError(f"{flag} {path} needs the package transformers: pip install transformers") from error
     try:
+        _check_parts(json.loads(Path(path).read_text()))
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         config._attn_implementation = "eager"
         named = [getattr(transformers, name, None) for name in config.architectures or ()]
@@ -73,6 +79,18 @@ def of_hf_config(flag: str, path: str, dtype: torch.dtype) -> Weights:
     except Exception as error:  # a configuration may be wrong in any way
         raise InputError(f"{flag} {path}: {type(error).__name__}: {error}") from error
     return _checked(flag, path, made, dtype)
+
+
+def _check_parts(found: object, name: str = "") -> None:
+    """Raise an error for a number of parts whose making might not end, anywhere in a configuration."""
+    if isinstance(found, Mapping):
+        for key, each in found.items():
+            _check_parts(each, key)
+    elif isinstance(found, list):
+        for each in found:
+            _check_parts(each, name)
+    elif isinstance(found, int | float) and found > MOST_TENSORS and PARTS.fullmatch(name):
+        raise ValueError(f"it has {name}={found:,}, more than {MOST_TENSORS:,}. Correct it")
 
 
 @contextmanager

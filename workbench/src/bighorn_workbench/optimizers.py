@@ -1,6 +1,8 @@
 """The optimizers of ``--optimizer``, each with its defaults. A new one needs one entry."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -265,8 +267,24 @@ ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
 }
 """A description of each contestant, in one line."""
 
-RENAMED = {"came-corrected": "came", "came-corrected-int8": "came-int8", "came-small-corrected": "came-small"}
-"""The new names of contestants, by their old ones."""
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Use Bighorn's optimizers without an import of torch's compiler, which takes as long as torch itself.
+
+    torch imports it in the first call of a method that is not to be compiled, and leaves what to call in this
+    attribute. No step is compiled in the block.
+    """
+    methods = (method for kind in KINDS for owner in kind.__mro__ for method in vars(owner).values())
+    plain = {method.__wrapped__ for method in methods if hasattr(method, "__wrapped__")}
+    unset = [] if "torch._dynamo" in sys.modules else plain
+    for method in unset:
+        method.__dynamo_disable = method
+    try:
+        yield
+    finally:
+        for method in unset:
+            del method.__dynamo_disable
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -35,33 +35,24 @@ class FilePath(click.Path):
 FILE = FilePath()
 
 
-class Whole(click.types.IntParamType):
-    """An integer. The error for one with a comma shows how to write it."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read an integer."""
-        return _hinted(super().convert, value, param, ctx, whole=True)
-
-
-class Real(click.types.FloatParamType):
+class Numeric(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no argument for it
     """A number. The error for one with a comma shows how to write it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Read a number."""
-        return _hinted(super().convert, value, param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            hint = comma_hint(str(value), isinstance(self, Whole))
+            raise click.BadParameter(f"{error.message}{hint}", ctx, param) from None
 
 
-def _hinted(
-    convert: Callable[..., Any],
-    value: Any,
-    param: click.Parameter | None,
-    ctx: click.Context | None,
-    whole: bool = False,
-) -> Any:
-    try:
-        return convert(value, param, ctx)
-    except click.BadParameter as error:
-        raise click.BadParameter(f"{error.message}{comma_hint(str(value), whole)}", ctx, param) from None
+class Whole(Numeric, click.types.IntParamType):
+    """An integer."""
+
+
+class Real(Numeric, click.types.FloatParamType):
+    """A number with or without a point."""
 
 
 KINDS: dict[Any, "click.ParamType[Any]"] = {int: Whole(), float: Real()}

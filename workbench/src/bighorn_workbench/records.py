@@ -1,6 +1,7 @@
 """Whether values that were read from a file have the types that they need: a file may hold anything."""
 
 import typing
+from dataclasses import fields
 from types import UnionType
 from typing import Any
 
@@ -26,3 +27,11 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (int, float) and isinstance(value, int):
         return abs(value) < 2**53
     return isinstance(value, hint)
+
+
+def check_types(record: Any) -> None:
+    """Raise a TypeError for a dataclass one of whose fields has a value of another type."""
+    hints = typing.get_type_hints(type(record))
+    for name in (field.name for field in fields(record)):
+        if not fits(value := getattr(record, name), hints[name]):
+            raise TypeError(f"{name}={value!r:.200} is not {hints[name]}")

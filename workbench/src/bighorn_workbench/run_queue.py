@@ -179,6 +179,10 @@ class Queue:
         records = {index: record for index, record in reversed(found) if index is not None and index < self.count}
         return {index: records[index] if isinstance(records[index], dict) else {} for index in sorted(records)}
 
+    def missing(self, count: int) -> int:
+        """Return how many of so many first runs have not finished, also of more than were queued."""
+        return len(set(range(count)) - {self._number(trial) for trial in self._trials if _is_finished(trial)})
+
     def results(self) -> dict[int, dict[str, Any]]:
         """Return the known results, by the number of the run."""
         return {index: record.get("trial", {}) for index, record in self._finished().items()}

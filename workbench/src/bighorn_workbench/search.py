@@ -24,7 +24,7 @@ from bighorn_workbench.run_queue import Queue
 from bighorn_workbench.space import SCAN, Entry, Space
 from bighorn_workbench.storage import Database, Place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import EVALUATIONS, Cell, Trial, best_of, configured, held_out, make, trial_of
+from bighorn_workbench.trials import EVALUATIONS, LEAST, Cell, Trial, best_of, configured, held_out, make, trial_of
 
 TUNING_SEED = 0
 """The seed of all tuning runs; final runs have the seeds after it."""
@@ -33,7 +33,10 @@ AHEAD = 2
 """Before a deadline, the trials for each process that wait at least, so that none is idle until the next look."""
 
 DECISION = "trials"
-"""The key of the deadline of a command, its trials of each cell, and whether there may be more."""
+"""The key of the deadline of a command, its trials and final runs of each cell, and whether there may be more."""
+
+SEEDS_EACH = 2
+"""With a budget, the final runs of a cell for each of its trials after the least, up to their most."""
 
 PAUSE = 0.3
 """Seconds between two looks for work while other processes have the rest of it."""
@@ -46,7 +49,8 @@ class Plan:
     Attributes:
         entries: The cells.
         trials: The tuning runs of each, at most.
-        seeds: The final runs of each.
+        seeds: The final runs of each, at least.
+        most_seeds: The final runs of each, at most.
         target: The value of the metric to which steps are counted; None for none.
         study: The file or the server of the study.
         data: The digest of the training data.
@@ -61,6 +65,7 @@ class Plan:
     entries: tuple[Entry, ...]
     trials: int
     seeds: int
+    most_seeds: int
     target: float | None
     study: Place
     data: str
@@ -70,6 +75,13 @@ class Plan:
     costs: tuple[Cost, ...] = ()
     evaluations: int = EVALUATIONS
     owner: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def after(self, trials: int, seeds: int) -> tuple[int, int] | None:
+        """Return the numbers of trials and final runs with one run more; None if the plan has no more."""
+        wanted = self.most_seeds if trials >= self.trials else self.seeds + SEEDS_EACH * (trials - LEAST)
+        if seeds < min(wanted, self.most_seeds):
+            return trials, seeds + 1
+        return (trials + 1, seeds) if trials < self.trials else None
 
 
 class Search:
@@ -92,9 +104,11 @@ class Search:
         self._most = max(plan.trials, kept)
         self.trials = self._most if plan.deadline is None else max(kept, min(SCAN, plan.trials))
         """The trials of each cell, as far as known; more may be added while the search is open."""
+        self.seeds = plan.seeds
+        """The final runs of each cell, likewise."""
         self._final: dict[str, Queue] = {}
         self.is_open = plan.deadline is not None
-        """Whether trials may still be added."""
+        """Whether runs may still be added."""
         self.extend()
 
     @cached_property
@@ -105,9 +119,9 @@ class Search:
         return Queue(self.database, name, self.higher, points, space)
 
     def extend(self) -> None:
-        """Queue all known trials, and add one to each cell while the time before a deadline allows it."""
+        """Queue all known trials, and add a run to each cell while the time before a deadline allows it."""
         if self.is_open and not self._leads:
-            self.trials, self.is_open = self._decided()
+            self.trials, self.seeds, self.is_open = self._decided()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             queue.look()
             queue.extend(self.trials)
@@ -118,19 +132,29 @@ class Search:
         while (
             self.is_open and self._leads and not self.database.ended and self._waiting() < AHEAD * self.plan.processes
         ):
-            more = self.trials + 1
-            self.is_open = more <= self.plan.trials and self.needed(more) <= self.left
-            self.trials = more if self.is_open else self.trials
+            more = self.plan.after(self.trials, self.seeds)
+            self.is_open = more is not None and self.needed(*more) <= self.left
+            if more is not None and self.is_open:
+                self.trials, self.seeds = more
+            decision = [self.plan.deadline, self.trials, self.seeds, self.is_open]
             with self.database.asked():
-                self._tuning[0].study.set_user_attr(DECISION, [self.plan.deadline, self.trials, self.is_open])
+                self._tuning[0].study.set_user_attr(DECISION, decision)
 
-    def _decided(self) -> tuple[int, bool]:
-        """Return the trials of each cell, and whether there may be more, as the leading process has decided."""
+    def fitting(self, seconds: float) -> tuple[int, int]:
+        """Return the trials and the final runs of each cell that fit into some time, by what runs have taken."""
+        fit, more = (self.trials, self.seeds), self.plan.after(self.trials, self.seeds)
+        while more is not None and self.needed(*more) <= seconds:
+            fit, more = more, self.plan.after(*more)
+        return fit
+
+    def _decided(self) -> tuple[int, int, bool]:
+        """Return the runs of each cell, and whether there may be more, as the leading process has decided."""
         with self.database.asked(reads=True):
             found = self._tuning[0].study.user_attrs.get(DECISION)
         if not isinstance(found, list) or found[0] != self.plan.deadline:  # of another command
-            return self.trials, True
-        return found[1], found[2]
+            return self.trials, self.seeds, True
+        _, trials, seeds, is_open = found
+        return trials, seeds, is_open
 
     def _counts(self) -> list[int]:
         """Return the trials of each cell that differ."""
@@ -146,8 +170,8 @@ class Search:
         assert self.plan.deadline is not None
         return self.plan.deadline - time.time()
 
-    def needed(self, trials: int) -> float:
-        """Return the seconds until so many trials of each cell and the final runs are done, by what runs have taken.
+    def needed(self, trials: int, seeds: int) -> float:
+        """Return the seconds until so many trials and final runs of each cell are done, by what runs have taken.
 
         It is the bound of any order of runs: no process is idle until the last ones, of which one may be the longest.
         It is 0 if there is none to make.
@@ -156,15 +180,15 @@ class Search:
         for number, (entry, queue, cost) in enumerate(zip(plan.entries, self._tuning, plan.costs, strict=True)):
             one = queue.seconds() or cost.steps + cost.evaluation
             final = one + (plan.evaluations - 1) * cost.evaluation
-            finals = self._finals_left(number, trials)
-            runs += max(entry.most(trials) - len(queue.results()), 0) * one + finals * final
+            finals = self._finals_left(number, trials, seeds)
+            runs += queue.missing(entry.most(trials)) * one + finals * final
             longest = max(longest, final if finals else 0.0)
         return (runs + (plan.processes - 1) * longest) / plan.processes
 
-    def _finals_left(self, number: int, trials: int) -> int:
+    def _finals_left(self, number: int, trials: int, seeds: int) -> int:
         """Return the final runs that a cell lacks after so many trials, which may have another best one."""
         queue = self._final_of(number) if self._is_done(number, trials) else None
-        return self.plan.seeds if queue is None else len(queue.points) - len(queue.results())
+        return seeds if queue is None else queue.missing(min(seeds, len(queue.points)))
 
     def _is_done(self, number: int, trials: int) -> bool:
         """Return whether a cell has so many trials, and all are done."""
@@ -220,11 +244,12 @@ class Search:
         best = queue.points[tuned.index(chosen)]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final and not self.database.ended:
-            seeds = 0 if chosen.diverged else self.plan.seeds
+            seeds = 0 if chosen.diverged else self.plan.most_seeds
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(seeds)]
             space = {**entry.space, "seed": (1.0, 1e9)}
             self._final[name] = self._queue(name, points, space)
-            self._final[name].extend(len(points))
+        if name in self._final:
+            self._final[name].extend(self.seeds)
         return self._final.get(name)
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
@@ -245,7 +270,7 @@ class Search:
         self.extend()
         numbers = range(len(self._tuning))
         finals = [self._final_of(number) if self._is_done(number, self.trials) else None for number in numbers]
-        return sum(self._counts()) + sum(self.plan.seeds if each is None else len(each.points) for each in finals)
+        return sum(self._counts()) + sum(self.seeds if each is None else each.count for each in finals)
 
     def finished(self) -> dict[tuple[str, int], tuple[str, Trial]]:
         """Return the name of the optimizer and the result of all finished runs, by study and number of the run."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
-from bighorn_workbench.values import check_name, numbers
+from bighorn_workbench.values import assigned, check_name, numbers
 
 Space = Mapping[str, tuple[float, float]]
 """The lowest and the highest value of each option that is searched, in the logarithm; equal ones fix it."""
@@ -95,35 +95,26 @@ def read_spaces(texts: Sequence[str], optimizers: Sequence[str]) -> Mapping[str,
          'one_minus_momentum': (0.01, 0.5)}
     """
     spaces: dict[str, dict[str, tuple[float, float]]] = {}
-    given: set[tuple[str, str]] = set()
     for name in optimizers:
         space = OPTIMIZERS[CONTESTANTS[name]["optimizer"]].space
         spaces[name] = {option: span for option, span in space.items() if option not in CONTESTANTS[name]}
-    for text in texts:
-        name, dot, rest = text.partition(".")
-        key, equals, values = rest.partition("=")
-        if not dot or not equals:
-            raise InputError(
-                f"--space {text!r} is not of the form OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1."
-            )
+    form = "OPTIMIZER.OPTION=LOWEST,HIGHEST like lamb.lr=0.001,0.1"
+    for place, values in assigned("--space", r"[^.]*\..*", form, texts).items():
+        name, _, key = place.partition(".")
+        flag = f"--space {place}={values}"
         if name in CONTESTANTS and name not in optimizers:
-            raise InputError(f"--space {text!r}: add {name} to --optimizers {','.join(optimizers)}, or leave it out.")
+            raise InputError(f"{flag}: add {name} to --optimizers {','.join(optimizers)}, or leave it out.")
         check_name("--space", name, optimizers)
         recipe = OPTIMIZERS[CONTESTANTS[name]["optimizer"]]
         check_name(f"--space {name}", key, dict.fromkeys([*spaces[name], *recipe.defaults]))
-        if (name, key) in given:
-            raise InputError(f"--space {text!r}: there is another --space {name}.{key}; give one of them.")
-        given.add((name, key))
         none = key in {"weight_decay", "warmup"} and values == "0"
-        ends = (0.0,) if none else numbers(f"--space {name}.{key}", values, float)
+        ends = (0.0,) if none else numbers(f"--space {place}", values, float)
         if len(ends) > 2:
-            raise InputError(
-                f"--space {text!r} has {len(ends)} numbers: give the lowest and the highest, or a single one."
-            )
-        if len(ends) == 2 and float(values.partition(",")[0]) == ends[1]:
-            raise InputError(f"--space {text!r}: give the lowest first.")
+            raise InputError(f"{flag} has {len(ends)} numbers: give the lowest and the highest, or a single one.")
+        if ends[0] > ends[-1]:
+            raise InputError(f"{flag}: give the lowest first.")
         if key != "lr" and ends[-1] > 1:
-            raise InputError(f"--space {text!r}: {key} is at most 1.")
+            raise InputError(f"{flag}: {key} is at most 1.")
         spaces[name][key] = ends[0], ends[-1]
     return spaces
 

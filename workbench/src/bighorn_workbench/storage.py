@@ -36,8 +36,8 @@ WAIT = 300.0
 ATTEMPTS = 5
 """Attempts to begin a study, which several processes may do at a time."""
 
-HEADER, JOURNAL = b"SQLite format 3\0", b'{"op_code":'
-"""The first bytes of a database, and of a study of earlier versions of the workbench."""
+HEADER = b"SQLite format 3\0"
+"""The first bytes of a database."""
 
 SERVERS = re.compile(r"(postgresql|mysql)(\+\w+)?://")
 
@@ -244,11 +244,6 @@ def _check_start(path: Path) -> None:
         return
     with path.open("rb") as file:
         start = file.read(len(HEADER))
-    if start.startswith(JOURNAL):
-        raise InputError(
-            f"--study {path} is of an earlier version of bighorn, which kept studies as journals. Continue it with "
-            "that version, or give another name."
-        )
     if start not in (b"", HEADER):
         raise _damaged(path, f"it starts with {start!r}")
 

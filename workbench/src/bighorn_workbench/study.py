@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bighorn_workbench.builtin_tasks.trial import check_task
+from bighorn_workbench.builtin_tasks.trial import resolved
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.compare import CompareConfig, kept, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.lr_find import Found, SearchConfig, find
 from bighorn_workbench.storage import Place, StudyPlace
 from bighorn_workbench.tasks import Task
-from bighorn_workbench.trials import Cell, held_out
+from bighorn_workbench.trials import Cell
 from bighorn_workbench.verdict import unfinished, verdicts
 
 __all__ = ["Cell", "Comparison", "Found", "compare", "lr_find"]
@@ -115,7 +115,4 @@ def lr_find(
     search, own = SearchConfig(lr_min, lr_max), UserTask(task, type(task).__name__)
     config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer})
     config.check()
-    config = config.resolved(own)
-    tuned = held_out(own)
-    check_task(own, tuned, config)
-    return find(config, tuned, search.span(optimizer))
+    return find(*resolved(own, config), search.span(optimizer))

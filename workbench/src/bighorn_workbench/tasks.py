@@ -184,11 +184,7 @@ class Classification:
     metric = "accuracy"
 
     def __init__(
-        self,
-        train: tuple[Tensor, Tensor],
-        test: tuple[Tensor, Tensor],
-        description: str = "",
-        model: Any = None,
+        self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], description: str = "", model: Any = None
     ) -> None:
         self.data = {"train": train, "test": test}
         self.description = description
@@ -233,10 +229,7 @@ class Classification:
         cut = max(1, int(HELD_OUT * len(inputs)))
         held, kept = order[:cut][: max(1, MOST_HELD_OUT // targets[0].numel())], order[cut:]
         task = copy.copy(self)
-        task.data = self.data | {
-            "train": (inputs[kept], targets[kept]),
-            "validation": (inputs[held], targets[held]),
-        }
+        task.data = self.data | {"train": (inputs[kept], targets[kept]), "validation": (inputs[held], targets[held])}
         task.samples = len(kept)
         return task
 

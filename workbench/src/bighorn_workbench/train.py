@@ -15,20 +15,19 @@ from rich.text import Text
 
 from bighorn_workbench import checkpoint, files, rate_hint
 from bighorn_workbench.builtin_tasks import fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import check_task
-from bighorn_workbench.builtin_tasks.user import UserError, UserTask
+from bighorn_workbench.builtin_tasks.trial import resolved
+from bighorn_workbench.builtin_tasks.user import UserError
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.display import Display, terminal
 from bighorn_workbench.environment import device_name, environment
 from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import log_option, logged
 from bighorn_workbench.metrics import metric_text
-from bighorn_workbench.optimizers import state_bytes
+from bighorn_workbench.optimizers import state_bytes, without_compiler
 from bighorn_workbench.options import FILE, Command, command_line, config_options, given, words
 from bighorn_workbench.ranks import Interrupt, Ranks
 from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import held_out
 
 Outputs = Mapping[str, Path | None]
 """The files to write, by option; None for an option that was not given."""
@@ -47,6 +46,7 @@ Outputs = Mapping[str, Path | None]
 @click.option("--json", "json_file", type=FILE, help="Write options, history and result as JSON.")
 @log_option
 @click.pass_context
+@without_compiler()
 def train(
     ctx: click.Context,
     /,
@@ -172,9 +172,7 @@ def _prepare(
         others = {option: path for option, path in outputs.items() if option != "--save"}
         files.check_outputs(others, {"--save": save, "--data": config.data, "--resume": resume})
     task = load(config.task, config.data)
-    config, tuned = config.resolved(task), held_out(task)
-    if isinstance(task, UserTask):
-        check_task(task, tuned, config)
+    config, tuned = resolved(task, config)
     return config, parallel, task, tuned
 
 

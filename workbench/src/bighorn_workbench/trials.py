@@ -4,13 +4,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.metrics import json_name
 from bighorn_workbench.optimizers import OPTIMIZERS, state_bytes
-from bighorn_workbench.records import fits
+from bighorn_workbench.records import check_types
 from bighorn_workbench.run import DivergedError, Run
 from bighorn_workbench.space import Space
 from bighorn_workbench.tasks import Task, defaults
@@ -78,9 +78,7 @@ def trial_of(config: RunConfig, result: dict[str, Any]) -> Trial:
         KeyError, TypeError, ValueError: It is not such a result.
     """
     made = Trial(config, **{**result, "curve": tuple((step, value) for step, value in result["curve"])})
-    wrong = [name for name, hint in get_type_hints(Trial).items() if not fits(getattr(made, name), hint)]
-    if wrong:
-        raise TypeError(f"{wrong[0]}={getattr(made, wrong[0])!r:.200}")
+    check_types(made)
     return made
 
 

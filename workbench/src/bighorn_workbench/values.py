@@ -5,6 +5,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,9 +16,9 @@ import torch
 
 from bighorn import FixedScale, WindowScale
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.optimizers import RENAMED
 
 Number = TypeVar("Number", int, float)
+Value = TypeVar("Value")
 
 COMMAND_ARGUMENTS = (
     *("lr", "weight_decay", "backend", "state_dtype", "params", "max_grad_norm", "grad_norm_group", "names"),
@@ -51,11 +52,12 @@ def counted(count: float, noun: str) -> str:
 
 
 def amount(units: Mapping[str, int], like: str, flag: str, text: str) -> float:
-    """Return the number that a text like ``1.5 h`` names in one of some units."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?([A-Za-z]+)", text)
-    if found is None or not float(found[1]) or found[2] not in units:
+    """Return the number that a text like ``1.5 h`` names in one of some units; without one it is whole, or zero."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) ?(%|[A-Za-z]*)", text.strip())
+    number, unit = found.groups() if found else ("", "?")
+    if unit not in units or ("." in number and not unit) or not (float(number) or "" in units):
         raise InputError(f"{flag} {text!r} is not {like}.{comma_hint(text)}")
-    return float(found[1]) * units[found[2]]
+    return float(number) * units[unit]
 
 
 SIZES = {f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("MGT", 2) for i in ("", "i")}
@@ -93,37 +95,45 @@ def device_of(name: str) -> torch.device:
     return here.device
 
 
+def listed(flag: str, text: str, read: Callable[[str], Value]) -> tuple[Value, ...]:
+    """Read values between commas, each once."""
+    values = tuple(read(word.strip()) for word in text.split(","))
+    if len(set(values)) < len(values):
+        raise InputError(f"{flag} {text!r} names something twice.")
+    return values
+
+
 def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
     """Read positive numbers, each once.
 
     Example:
-        >>> numbers("--batch-sizes", "32,256", int)
-        (32, 256)
+        >>> numbers("--batch-sizes", "256,32", int)
+        (256, 32)
     """
-    try:
-        values = tuple(kind(word) for word in text.split(","))
-    except ValueError as error:
-        raise InputError(f"{flag} {text!r} is not a list of numbers like 1,2,3.") from error
-    if not all(0 < value < math.inf for value in values) or len(set(values)) < len(values):
-        raise InputError(f"{flag} {text!r} must hold positive numbers, each once.")
-    return tuple(sorted(values))
+
+    def positive(word: str) -> Number:
+        with suppress(ValueError):
+            if 0 < (value := kind(word)) < math.inf:
+                return value
+        raise InputError(f"{flag} {text!r} is not a list of positive numbers like 1,2,3.")
+
+    return listed(flag, text, positive)
 
 
-def check_name(flag: str, name: str, known: Collection[str]) -> None:
-    """Raise an error for a name that is not in ``known``."""
+def check_name(flag: str, name: str, known: Collection[str]) -> str:
+    """Return a name that is in ``known``; raise an error for another one."""
     if name not in known:
         raise InputError(f"{flag}: no {name!r} here; {suggestion(name, known)}")
+    return name
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the new name of a contestant, or the name in ``known`` nearest to a wrong one, or else all of them.
+    """Return the name in ``known`` nearest to a wrong one, or else all of them.
 
     Example:
-        >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("came-corrected", ["came"])
-        ('did you mean adamw?', 'its name is came now.')
+        >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("shampoo", ["adam", "adamw"])
+        ('did you mean adamw?', 'there are adam, adamw.')
     """
-    if RENAMED.get(name) in known:
-        return f"its name is {RENAMED[name]} now."
     lowered = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(known)}."
@@ -136,12 +146,7 @@ def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:
         >>> names("--optimizers", "lamb, adamw", ["sgd", "adamw", "lamb"])
         ('lamb', 'adamw')
     """
-    words = tuple(word.strip() for word in text.split(","))
-    for word in words:
-        check_name(flag, word, known)
-    if len(set(words)) < len(words):
-        raise InputError(f"{flag} {text!r} names something twice.")
-    return words
+    return listed(flag, text, partial(check_name, flag, known=known))
 
 
 def warmup_steps(warmup: str, total: int) -> int:
@@ -151,13 +156,9 @@ def warmup_steps(warmup: str, total: int) -> int:
         >>> warmup_steps("10%", total=200), warmup_steps("15", total=200)
         (20, 15)
     """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)(%?)", warmup.strip())
-    if match is None or (not match[2] and "." in match[1]) or (match[2] and float(match[1]) > 100):
-        raise InputError(
-            f"--warmup {warmup!r} is neither a number of steps (200) nor a share of the run (0% to 100%)."
-            f"{comma_hint(warmup)}"
-        )
-    return round(float(match[1]) / 100 * total) if match[2] else int(match[1])
+    like = "a number of steps (200) or a share of the run (0% to 100%)"
+    number = amount({"": 1, "%": 1}, like, "--warmup", warmup)
+    return round(number / 100 * total if "%" in warmup else number)
 
 
 def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
@@ -182,6 +183,19 @@ def scale_policy(text: str | None) -> FixedScale | WindowScale | None:
     return FixedScale(scale)
 
 
+def assigned(flag: str, form: str, like: str, texts: Sequence[str]) -> dict[str, str]:
+    """Read ``NAME=VALUE``, each name once; ``form`` is the pattern of a name."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(form, name):
+            raise InputError(f"{flag} {text!r} is not of the form {like}.")
+        if name in found:
+            raise InputError(f"{flag} {text!r}: {name} is given twice.")
+        found[name] = value
+    return found
+
+
 def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
     """Read ``--optimizer-option NAME=VALUE``; the value is a Python literal or a bare word.
 
@@ -190,14 +204,10 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
         {'bias_correction': True, 'betas': (0.9, 0.99, 0.999), 'factor': 'last_two'}
     """
     options: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise InputError(f"--optimizer-option {text!r} is not of the form NAME=VALUE like bias_correction=True.")
+    like = "NAME=VALUE like bias_correction=True"
+    for name, value in assigned("--optimizer-option", r"(?!\d)\w+", like, texts).items():
         if name in COMMAND_ARGUMENTS:
-            raise InputError(f"--optimizer-option {text}: {name} is set by the command itself; see its --help.")
-        if name in options:
-            raise InputError(f"--optimizer-option {text}: {name} is given twice.")
+            raise InputError(f"--optimizer-option {name}={value}: {name} is set by the command itself; see its --help.")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # of brackets or signs, too many of them

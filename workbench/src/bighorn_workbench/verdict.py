@@ -330,8 +330,8 @@ def unfinished(search: Search) -> list[str]:
                 f"{where}: all {counted(len(tuning), 'trial')} diverged, so that no options were chosen: give a lower "
                 f"--space {entry.name}.lr."
             )
-        elif queue is not None and len(queue.results()) < search.plan.seeds:
-            lines.append(f"{where}: {len(queue.results())} of {search.plan.seeds} final runs.")
+        elif queue is not None and len(queue.results()) < search.seeds:
+            lines.append(f"{where}: {len(queue.results())} of {search.seeds} final runs.")
         elif queue is None and tuning:
             best, metric = best_of(tuning, search.higher), search.task.metric
             lines.append(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import budget_splits
 import equal_tuning
 import unseen_verdicts
 from bighorn import Came
@@ -94,6 +95,13 @@ def test_the_pictures_at_equal_tuning_show_the_files(name: str) -> None:
     words = re.compile(r"<text[^>]*>([^<]*)</text>")
     for file, picture in equal_tuning.pictures(name).items():
         assert words.findall((RESULTS / f"{file}.svg").read_text()) == words.findall(picture), file
+
+
+def test_the_table_of_budgets_is_that_of_the_file() -> None:
+    """To update it, run `python workbench/benchmarks/budget_splits.py` with the name of the file."""
+    page, found = budget_splits.PAGE.read_text(), load("budget-splits")
+    assert found["clean"] is True
+    assert page == budget_splits.written(page, found)
 
 
 def test_every_study_has_its_place() -> None:

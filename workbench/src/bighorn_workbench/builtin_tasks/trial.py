@@ -14,6 +14,7 @@ from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.run import length, seed_generators
 from bighorn_workbench.tasks import Task, defaults, epoch_seed, tensors_in, to_device
+from bighorn_workbench.trials import held_out
 
 PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""
@@ -32,6 +33,14 @@ def check_task(task: UserTask, tuned: Task, config: RunConfig, by_seed: bool = F
     if tuned is not task:
         assert isinstance(tuned, UserTask)
         Trial(tuned, config).run(("validation",))
+
+
+def resolved(task: Task, config: RunConfig) -> tuple[RunConfig, Task]:
+    """Return a resolved configuration, and the task with validation data; a task of a user was tried with both."""
+    config, tuned = config.resolved(task), held_out(task)
+    if isinstance(task, UserTask):
+        check_task(task, tuned, config)
+    return config, tuned
 
 
 class Trial:

@@ -53,9 +53,7 @@ def compare_report(
     sections = [
         *([Section("Verdicts", "\n".join(more))] if more else []),
         Section(
-            f"{metric.capitalize()} by {lines}",
-            f"Mean, lowest and highest of {counted(seeds, 'seed')}.",
-            by_batch,
+            f"{metric.capitalize()} by {lines}", f"Mean, lowest and highest of {counted(seeds, 'seed')}.", by_batch
         ),
         Section("Results", "\n".join([*notes, about_results]), head=head, rows=rows),
         *(Section(f"Code: {name}", code=lines) for name, lines in paste.items()),

@@ -24,7 +24,6 @@ from bighorn_workbench.reports.style import (
     thinned,
     to_svg,
 )
-from bighorn_workbench.smoothing import smoothed
 
 
 @drawn
@@ -237,3 +236,13 @@ def lines_in_panels(panels: Panels, xlabel: str, ylabel: str, title: str, metric
     shown = sorted(legend, key=labels.index)
     grid[-1].legend([legend[label] for label in shown], shown, title=title)
     return to_svg(figure, f"{ylabel} by {xlabel}")
+
+
+def smoothed(values: Sequence[float], half: int) -> np.ndarray:
+    """Return a centred running mean over ``half`` values on each side, fewer towards the ends; it does not lag."""
+    series = np.asarray(values, dtype=float)
+    total = np.concatenate(([0.0], np.cumsum(series)))
+    index = np.arange(len(series))
+    reach = np.minimum(np.minimum(index, len(series) - 1 - index), half)
+    mean: np.ndarray = (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
+    return mean

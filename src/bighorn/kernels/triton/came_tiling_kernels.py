@@ -126,14 +126,14 @@ def rows_at(i, tile, FORM: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexp
 
 @triton.jit
 def average_at(tile, S: tl.constexpr, FORM: tl.constexpr):
-    """Return the stored average of a tile: in 4 bits from its first byte on, and the scale of its first row."""
+    """Return pointers to the stored average of a tile, of 4 bits to its first byte, and to its first row's scale."""
     first = tile.start // tile.width * tl.cdiv(tile.width, codec.CODES) + tile.start % tile.width // codec.CODES
     address, scales = (
         tl.load(tile.slot_ptr + columns.slot.EXP_AVG),
         tl.load(tile.slot_ptr + columns.slot.EXP_AVG_SCALE),
     )
     stored = common.at(address, tile.start // 2 if FORM == "int4" else tile.start, S)
-    return codec.Moment(stored, common.at(scales, first, tl.float32))
+    return stored, common.at(scales, first, tl.float32)
 
 
 @triton.jit

@@ -41,13 +41,6 @@ class Where(NamedTuple):
     has_byte: Any
 
 
-class Moment(NamedTuple):
-    """Pointers to a moment, and to the scales of its blocks."""
-
-    stored: Any
-    scales: Any
-
-
 @triton.jit
 def blocks_at(first, i, stop, inner, VECTOR: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
     """Return where a block of a chunk is.
@@ -83,35 +76,37 @@ def in_blocks(line, block, exist, inner, VECTOR: tl.constexpr, LENGTH: tl.conste
 
 @triton.jit
 def moment_at(address_ptr, scales_ptr, start, S: tl.constexpr, FORM: tl.constexpr):
-    """Return a moment from an element on; its scales begin at the tensor.
+    """Return pointers to a moment from an element on, and to the scales of its blocks, which begin at the tensor.
 
-    The arguments point to their addresses, in the table of rows.
+    The arguments point to their addresses, in the table of slots.
     """
     if FORM == "":
-        return Moment(common.at(tl.load(address_ptr), start, S), scales_ptr)
+        return common.at(tl.load(address_ptr), start, S), scales_ptr
     else:
-        return Moment(common.at(tl.load(address_ptr), 0, S), common.at(tl.load(scales_ptr), 0, tl.float32))
+        return common.at(tl.load(address_ptr), 0, S), common.at(tl.load(scales_ptr), 0, tl.float32)
 
 
 @triton.jit
 def read_moment(moment, where, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Return a block of a stored moment, widened."""
+    stored, scales = moment
     if FORM == "":
-        return common.read(moment.stored, where.offsets, where.mask, VECTOR).to(tl.float32)
+        return common.read(stored, where.offsets, where.mask, VECTOR).to(tl.float32)
     else:
-        codes = read_codes(moment.stored, where, FORM, VECTOR)
-        return decoded(codes, tl.load(moment.scales + where.scales, mask=where.has_scale, other=0.0)[:, None], FORM)
+        codes = read_codes(stored, where, FORM, VECTOR)
+        return decoded(codes, tl.load(scales + where.scales, mask=where.has_scale, other=0.0)[:, None], FORM)
 
 
 @triton.jit
 def write_moment(moment, where, value, rng, FORM: tl.constexpr, VECTOR: tl.constexpr):
     """Store a block of a moment, and return the stored values; `rng` is for `encoded`."""
+    stored, scales = moment
     if FORM == "":
-        return common.write(moment.stored, where.offsets, where.mask, value, VECTOR)
+        return common.write(stored, where.offsets, where.mask, value, VECTOR)
     else:
         codes, scale = encoded(value, where.mask, rng, FORM)
-        tl.store(moment.scales + where.scales, scale, mask=where.has_scale)
-        codes = write_codes(moment.stored, where, codes, FORM, VECTOR)
+        tl.store(scales + where.scales, scale, mask=where.has_scale)
+        codes = write_codes(stored, where, codes, FORM, VECTOR)
         return decoded(codes, scale[:, None], FORM)
 
 

@@ -382,13 +382,17 @@ def many_steps(name: str) -> str:
         share = min(of_share, key=lambda each, of=of_share: of[each]["trial"])  # type: ignore[misc]
         finals[optimizer] = share, {seed: loss for seed, loss in of_share[share].items() if seed != "trial"}
     _, base = finals[BASELINE]
+    comparisons = sum(bool(of_seed) for _, of_seed in finals.values()) - 1
     rows = []
     for optimizer, (share, of_seed) in finals.items():
-        values = list(of_seed.values())
-        moved = interval([loss - base[seed] for seed, loss in of_seed.items()], len(finals) - 1)
-        words = "" if optimizer == BASELINE else _difference("loss", moved)
         shares = sorted(losses[optimizer], key=float, reverse=True)
         trials = ", ".join(f"{losses[optimizer][each]['trial']:.3f} at {each}" for each in shares)
+        if not of_seed:
+            rows.append([optimizer, trials, "", "not run", ""])
+            continue
+        values = list(of_seed.values())
+        moved = interval([loss - base[seed] for seed, loss in of_seed.items()], comparisons)
+        words = "" if optimizer == BASELINE else _difference("loss", moved)
         spread_of = f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
         rows.append([optimizer, trials, share, spread_of, words])
     head = ["optimizer", "held out, at shares of the rate", "chosen", "test loss (min-max)"]

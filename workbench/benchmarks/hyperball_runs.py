@@ -24,12 +24,12 @@ from typing import Any
 
 from bighorn_workbench.builtin_tasks import fingerprint
 from bighorn_workbench.builtin_tasks.text import GPT
+from bighorn_workbench.builtin_tasks.trial import held_out
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
 from bighorn_workbench.run import DivergedError, Run
 from bighorn_workbench.tasks import defaults
-from bighorn_workbench.trials import held_out
 from equal_tuning import Cell
 from evidence_tasks import Characters
 

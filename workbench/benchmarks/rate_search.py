@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from bighorn_workbench.builtin_tasks import load
+from bighorn_workbench.builtin_tasks.trial import held_out
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
 from bighorn_workbench.lr_find import SearchConfig, find
 from bighorn_workbench.metrics import is_share
-from bighorn_workbench.trials import held_out
 from rate_grid import PLACE
 
 SEEDS, NEAR = range(5), 0.1

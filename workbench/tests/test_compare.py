@@ -24,6 +24,7 @@ from torch import nn
 from bighorn_workbench import commands, costs, files, lr_find, run_queue, search, workers
 from bighorn_workbench import study as notebook
 from bighorn_workbench.builtin_tasks.digits import Digits
+from bighorn_workbench.builtin_tasks.trial import held_out
 from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import step_seconds
@@ -33,7 +34,7 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.storage import Place
-from bighorn_workbench.trials import Cell, Trial, best_of, configured, held_out, make, paired
+from bighorn_workbench.trials import Cell, Trial, best_of, configured, make, paired
 from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import FORKS, LIMIT

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, load
-from bighorn_workbench.builtin_tasks.trial import check_task
+from bighorn_workbench.builtin_tasks.trial import check_task, held_out
 from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.checks import number
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
@@ -34,7 +34,7 @@ from bighorn_workbench.search import Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
 from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import LEAST, Cell, held_out, paired
+from bighorn_workbench.trials import LEAST, Cell, paired
 from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
 from bighorn_workbench.verdict import BASELINE, MOST_SEEDS, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from bighorn_workbench.environment import cores, cpu_backend, device_name
+import bighorn
+from bighorn_workbench.environment import cores, device_name
 from bighorn_workbench.errors import visible
 from bighorn_workbench.metrics import SHORT, metric_text
 from bighorn_workbench.optimizers import OWN
@@ -163,7 +164,7 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"{config.optimizer}{state}{options}: lr {run.peak_lr:g}{scaled}, weight decay {config.weight_decay:g}, "
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
-    cpu = cpu_backend()
+    (cpu,) = bighorn.status(["cpu"], trial=False).backends
     if config.device == "cpu" and config.optimizer in OWN and not cpu.works:
         console.print(f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}")
     if run.ranks.size > 1:

@@ -17,6 +17,7 @@ from functools import cached_property
 import optuna
 
 from bighorn_workbench import storage
+from bighorn_workbench.builtin_tasks.trial import held_out
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import Cost
 from bighorn_workbench.errors import InputError
@@ -24,7 +25,7 @@ from bighorn_workbench.run_queue import Queue
 from bighorn_workbench.space import SCAN, Entry, Space
 from bighorn_workbench.storage import Database, Place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import EVALUATIONS, LEAST, Cell, Trial, best_of, configured, held_out, make, trial_of
+from bighorn_workbench.trials import EVALUATIONS, LEAST, Cell, Trial, best_of, configured, make, trial_of
 
 TUNING_SEED = 0
 """The seed of all tuning runs; final runs have the seeds after it."""

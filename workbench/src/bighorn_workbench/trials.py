@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from bighorn_workbench.builtin_tasks.user import UserTask
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.metrics import json_name
 from bighorn_workbench.optimizers import OPTIMIZERS, state_bytes
@@ -200,14 +199,6 @@ def paired(cells: Sequence[Cell]) -> list[Cell]:
 
 def _seeds(cell: Cell) -> set[int]:
     return {trial.config.seed for trial in cell.trials}
-
-
-def held_out(task: Task) -> Task:
-    """Return the task on which options are chosen: it has the split "validation"."""
-    if not hasattr(task, "held_out"):
-        return task
-    made: Task = task.held_out()
-    return UserTask(made, f"{task.place}.held_out()") if isinstance(task, UserTask) else made
 
 
 def make(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from bighorn_workbench import checkpoint
 from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.builtin_tasks.trial import held_out
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.run import Run
-from bighorn_workbench.trials import held_out
 from tests.support.attack_settings import tries
 from tests.support.damage import damaged_bytes, edits
 from tests.support.error_checks import same

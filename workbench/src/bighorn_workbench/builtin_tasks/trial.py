@@ -14,7 +14,6 @@ from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.run import length, seed_generators
 from bighorn_workbench.tasks import Task, defaults, epoch_seed, tensors_in, to_device
-from bighorn_workbench.trials import held_out
 
 PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""
@@ -35,9 +34,17 @@ def check_task(task: UserTask, tuned: Task, config: RunConfig, by_seed: bool = F
         Trial(tuned, config).run(("validation",))
 
 
+def held_out(task: Task) -> Task:
+    """Return the task on which options are chosen: it has the split "validation"."""
+    if not hasattr(task, "held_out"):
+        return task
+    made: Task = task.held_out()
+    return UserTask(made, f"{task.place}.held_out()") if isinstance(task, UserTask) else made
+
+
 def resolved(task: Task, config: RunConfig) -> tuple[RunConfig, Task]:
     """Return a resolved configuration, and the task with validation data; a task of a user was tried with both."""
-    config, tuned = config.resolved(task), held_out(task)
+    tuned, config = held_out(task), config.resolved(task)
     if isinstance(task, UserTask):
         check_task(task, tuned, config)
     return config, tuned

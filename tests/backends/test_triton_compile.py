@@ -47,7 +47,9 @@ PARTS = 16
 
 @compiled
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("part", [None, *(pytest.param(part, marks=[pytest.mark.slow]) for part in range(PARTS))])
+@pytest.mark.parametrize(
+    "part", [pytest.param(None, id="few"), *(pytest.param(part, marks=[pytest.mark.slow]) for part in range(PARTS))]
+)
 def test_kernels_compile_without_spills_and_move_128_bits(part: int | None, target: str, tmp_path: Path) -> None:
     if reason := missing(TARGETS[target][0]):
         pytest.skip(reason)

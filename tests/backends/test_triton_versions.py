@@ -19,7 +19,7 @@ OTHERS = ("3.4.0", "3.5.1", "3.6.0", "3.8.0", "3.9.0")
 """The version in constraints.txt is not listed, since the whole test suite runs with it."""
 
 UNPACKED = Path(sys.prefix) / "tritons"
-SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @compiled
@@ -27,20 +27,21 @@ SLOW = [pytest.mark.slow, pytest.mark.timeout(3600)]
     ("version", "which"),
     [
         (OLDEST, "language"),
-        *(pytest.param(version, "everything", marks=SLOW) for version in (OLDEST, *OTHERS)),
+        *(pytest.param(version, "covering", marks=SLOW) for version in (OLDEST, *OTHERS)),
     ],
 )
 def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
     """The output has the reason if a Triton does not support a target, and the spilled bytes before 3.6.
 
     `make test` compiles what shows whether the language has all that kernels need: Triton's cache is empty on a new
-    machine.
+    machine. `make slow` compiles about 100 variants that together have every value of every constant. All 3,600 take
+    an hour of processor time for each version: only the Triton of constraints.txt compiles them.
     """
     folder = UNPACKED / version
     if not folder.is_dir():
         pytest.skip(f"no Triton {version} beside the environment: `make .venv/tritons/{version}` unpacks it")
     file = Path(__file__).with_name("test_triton_compile.py")
-    more = ["-n", "auto"] if which == "everything" else ["-k", "not spills"]
+    more = ["-k", "not spills or few", "-n", "auto"] if which == "covering" else ["-k", "not spills"]
     # Warnings of other versions are not failures.
     command = [sys.executable, "-m", "pytest", str(file), "-W", "default", "-rsP", *more]
     done = subprocess.run(
@@ -48,7 +49,7 @@ def test_the_kernels_compile_and_launch(version: str, which: str) -> None:
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=3500 if which == "everything" else 800,
+        timeout=1700 if which == "covering" else 800,
         check=False,
     )
     print(done.stdout)

@@ -11,10 +11,12 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import wraps
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+from bighorn.foreign_options import OF_TORCH, SYNONYMS, Foreign
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,44 +28,11 @@ StepFunction = Callable[[int], Any]
 
 # ---- names ----------------------------------------------------------------------------------------------
 
-ELSEWHERE = {
-    "learning_rate": "lr",
-    "learnrate": "lr",
-    "lrate": "lr",
-    "epsilon": "eps",
-    "weight_decay_rate": "weight_decay",
-    "wd": "weight_decay",
-    "l2": "weight_decay",
-    "beta_1": "betas",
-    "beta_2": "betas",
-    "b1": "betas",
-    "b2": "betas",
-    "process_group": "grad_norm_group",
-}
-"""Names of arguments in other packages that are too different from ours for `difflib`."""
-
-NOT_OURS: Mapping[str, tuple[str, ...]] = {
-    "foreach": ("torch.optim", 'use backend="foreach"'),
-    "fused": ("torch.optim", 'every backend is fused; choose one with backend="auto", "cpu", "triton" or "foreach"'),
-    "capturable": ("torch.optim", "no option is needed; backend=... chooses the kernels"),
-    "differentiable": ("torch.optim", "steps are not differentiable on any backend=...; use torch.optim for that"),
-    "amsgrad": ("torch.optim", 'use second_moment="amsgrad"', "second_moment"),
-    "momentum": ("torch.optim.SGD", "use betas, whose first is the decay of the first moment", "betas"),
-    "dampening": ("torch.optim.SGD", "leave it out"),
-    "nesterov": ("torch.optim.SGD", "leave it out"),
-    "relative_step": ("Adafactor", "use lr=bighorn.schedules.RelativeStep()"),
-    "warmup_init": ("Adafactor", "use lr=bighorn.schedules.RelativeStep(warmup_init=True)"),
-}
-"""Options of other optimizers: the package of each, the remedy, and options that only some optimizers have for it."""
-
-OF_SGD = frozenset(name for name, (package, *_) in NOT_OURS.items() if package == "torch.optim.SGD")
-"""The options of torch.optim.SGD that are not ours."""
-
 
 def hint(name: object, known: Iterable[object]) -> str:
     """The known name that was probably meant, as a question; empty if no name is similar."""
     words, meant = [str(word) for word in known], str(name).lower()
-    same = [word for word in words if ELSEWHERE.get(word, word) == ELSEWHERE.get(meant, meant)]
+    same = [word for word in words if SYNONYMS.get(word, word) == SYNONYMS.get(meant, meant)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -71,7 +40,7 @@ def hint(name: object, known: Iterable[object]) -> str:
 def misspells(key: str, options: Sequence[str]) -> bool:
     """Whether a key resembles an option. A key that has an option's whole name as a part, as `max_lr`, does not."""
     spelt = [letters(option) for option in options]
-    if letters(key) in spelt or ELSEWHERE.get(key.lower()) in options:
+    if letters(key) in spelt or SYNONYMS.get(key.lower()) in options:
         return True
     near = difflib.get_close_matches(letters(key), spelt, n=1, cutoff=0.8)
     return bool(near) and not any(key.startswith(f"{option}_") or key.endswith(f"_{option}") for option in options)
@@ -96,7 +65,7 @@ def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "op
 
 
 def refuse_unknown(
-    names: Iterable[object], known: Iterable[str], where: str, elsewhere: Mapping[str, tuple[str, ...]] = NOT_OURS
+    names: Iterable[object], known: Iterable[str], where: str, foreign: Mapping[str, Foreign] = OF_TORCH
 ) -> None:
     """Raise for the first name that is not known, with the name that was probably meant.
 
@@ -104,27 +73,26 @@ def refuse_unknown(
         names: The names that were given.
         known: The names that there are.
         where: What has these names.
-        elsewhere: Names in other packages, as `NOT_OURS`.
+        foreign: Names in other packages.
     """
     known = list(known)
     for name in names:
         if name in known:
             continue
-        if isinstance(name, str) and name in elsewhere:
-            whose, remedy, *needed = elsewhere[name]
-            if not set(needed) <= set(known):
-                remedy = "leave it out"
-            raise TypeError(f"{where} got {name!r}, an option of {whose} but not of {where}: {remedy}")
+        if isinstance(name, str) and (option := foreign.get(name)):
+            remedy = option.remedy_with(known)
+            raise TypeError(f"{where} got {name!r}, an option of {option.package} but not of {where}: {remedy}")
         raise unknown_name(where, name, known)
 
 
-def asked_for(options: Mapping[str, Any], off_is_ours: Container[str] = NOT_OURS) -> dict[str, Any]:
-    """Drop options of other optimizers that are off, since some trainers pass `foreach=False` to all."""
-    return {name: value for name, value in options.items() if name not in off_is_ours or not _is_off(value)}
+def asked_for(options: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:
+    """Drop foreign options that ask for the default here: some trainers pass `foreach=False` to all optimizers."""
 
+    def is_default(name: str, value: object) -> bool:
+        is_off = value is None or (isinstance(value, (bool, int, float)) and not value)
+        return is_off and name in foreign and foreign[name].off_is_default
 
-def _is_off(value: object) -> bool:
-    return value is None or (isinstance(value, (bool, int, float)) and not value)
+    return {name: value for name, value in options.items() if not is_default(name, value)}
 
 
 def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where: str) -> None:
@@ -158,9 +126,8 @@ def _of_a_base(kind: type[Any], name: str) -> str:
         path = base.__name__ if base.__module__.startswith("bighorn.compat.") else f"bighorn.{base.__name__}"
         if name in known:
             return f"; {path} has it"
-        if "backend" in known and name in NOT_OURS:
-            whose, remedy, *_ = NOT_OURS[name]
-            return f"; it is an option of {whose}: with {path}, {remedy}"
+        if "backend" in known and (option := OF_TORCH.get(name)):
+            return f"; it is an option of {option.package}: with {path}, {option.remedy_with(known)}"
     return ""
 
 

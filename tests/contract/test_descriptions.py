@@ -112,14 +112,15 @@ def test_an_argument_of_another_package_is_answered_with_ours(name: str) -> None
         unknown: dict[str, Any] = {name: True}
         with pytest.raises(TypeError, match=f"{kind.__name__} got '{name}', an option of ") as error:
             kind([nn.Parameter(torch.ones(2))], lr=0.1, **unknown)
-        is_one = set(ELSEWHERE[name][2:]) <= inspect.signature(kind).parameters.keys()
-        assert str(error.value).endswith(f": {ELSEWHERE[name][1] if is_one else 'leave it out'}")
+        option = ELSEWHERE[name]
+        is_one = set(option.needs) <= inspect.signature(kind).parameters.keys()
+        assert str(error.value).endswith(f": {option.remedy if is_one else 'leave it out'}")
 
 
 def test_the_arguments_of_presets_are_answered_with_them() -> None:
     for preset in PRESETS:
         if preset.argument:
-            assert f'Lamb.like("{preset.name}"' in ELSEWHERE[preset.argument][1]
+            assert f'Lamb.like("{preset.name}"' in ELSEWHERE[preset.argument].remedy
     assert {preset.argument for preset in PRESETS} > {"trust_clip", "use_nvlamb", "decoupled_decay"}
     assert not any(preset.argument for preset in CAME_PRESETS)
 

@@ -32,12 +32,16 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 MAY_IMPORT: dict[str, set[str]] = {
     "bighorn": {"backend_status", "groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
     "__main__": {"bighorn"},
-    "arguments": set(),
+    "arguments": {"foreign_options"},
     "backend_status": {"arguments", "capabilities", "kernels", "optim"},
     "capabilities": set(),
     "deferred": set(),
+    "foreign_options": set(),
     "square_sums": {"capabilities"},
-    "optim": {"arguments", "capabilities", "optim", "kernels", "distributed", "names", "schedules", "square_sums"},
+    "optim": {
+        *("arguments", "capabilities", "distributed", "foreign_options", "kernels", "names", "optim", "schedules"),
+        "square_sums",
+    },
     "kernels": {"arguments", "capabilities", "kernels", "square_sums"},
     "groups": {"arguments", "names"},
     "names": {"arguments"},
@@ -315,7 +319,7 @@ def test_there_are_examples(kind: type) -> None:
 
 
 OF_ALGORITHMS = re.compile(
-    r"optim/(lamb|came|lars|layerwise|presets|checkpoint_formats)|kernels/options|kernels/\w+/(lamb|came|lars|layer)|"
+    r"optim/(lamb|came|lars|layerwise|presets|checkpoint_formats)|foreign_options|kernels/options|kernels/\w+/(lamb|came|lars|layer)|"
     r"kernels/triton/columns|kernels/\w+/__init__|compat/|integrations/|arguments|__init__|__main__|backend_status|"
     r"distributed/megatron_map|kernels/triton/trial"
 )

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from bighorn import arguments as checks
+from bighorn.foreign_options import Foreign
 from bighorn.names import listed
 from bighorn.optim import flat_tensors, param_groups
 from bighorn.optim.agreement import described
@@ -23,7 +24,7 @@ from bighorn.optim.copied_defaults import remember, without_copied
 from bighorn.optim.entries import entries_of, parameters
 from bighorn.optim.entry import Entry
 from bighorn.optim.group_records import GroupRecord, GroupRecords
-from bighorn.optim.presets import ELSEWHERE, OFF_IS_OURS
+from bighorn.optim.presets import ELSEWHERE
 from bighorn.optim.reports import Reports
 from bighorn.optim.scheduled import SCHEDULED, ScheduledOptions, value_at
 from bighorn.optim.settings import Settings
@@ -85,7 +86,7 @@ class KernelOptimizer(Reports):
         arguments = {name: value for name, value in arguments.items() if name not in NO_ARGUMENTS}
         given, unknown = len(unknown), without_copied(unknown, self.algorithm.group_only)
         checks.refuse_group_only(unknown, self.algorithm.group_only, type(self).__name__)
-        if asked := checks.asked_for(unknown, OFF_IS_OURS):
+        if asked := checks.asked_for(unknown, ELSEWHERE):
             checks.refuse_unknown(asked, arguments, type(self).__name__, {**_options_of_others(), **ELSEWHERE})
         params = param_groups.in_lists(listed(params))
         self._settings = Settings.of(arguments, params)
@@ -352,12 +353,13 @@ class KernelOptimizer(Reports):
         self._start_anew(old)
 
 
-def _options_of_others() -> dict[str, tuple[str, ...]]:
+def _options_of_others() -> dict[str, Foreign]:
     """The options of all optimizers here: the classes that have each, and the remedy for one of another class."""
     classes: dict[str, list[str]] = {}
     for kind in KernelOptimizer.__subclasses__():
         for name in inspect.signature(kind).parameters:
             classes.setdefault(name, []).append(kind.__name__)
     return {
-        name: (" and ".join(kinds), f"leave it out, or use {' or '.join(kinds)}") for name, kinds in classes.items()
+        name: Foreign(" and ".join(kinds), f"leave it out, or use {' or '.join(kinds)}")
+        for name, kinds in classes.items()
     }

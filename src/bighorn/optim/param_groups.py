@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from bighorn.arguments import (
-    NOT_OURS,
-    OF_SGD,
     asked_for,
     brief,
     checked,
@@ -29,9 +27,10 @@ from bighorn.arguments import (
     truth,
 )
 from bighorn.distributed import sharding
+from bighorn.foreign_options import NOT_ADAPTED, OF_SGD, OF_TORCH
 from bighorn.names import common_prefix, named, names_of, unwrapped
 from bighorn.optim.algorithm import Algorithm, Group
-from bighorn.optim.presets import ELSEWHERE, NOT_ADAPTED, OFF_IS_OURS
+from bighorn.optim.presets import ELSEWHERE
 from bighorn.optim.settings import CHECKS, OF_THE_WHOLE, Settings
 from bighorn.optim.state import overlaps
 
@@ -195,14 +194,14 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
         TypeError: There is such a key, or one that is not a string.
     """
     options = list(algorithm.options)
-    elsewhere, off_is_ours = (ELSEWHERE, OFF_IS_OURS) if given else (NOT_OURS, NOT_OURS)
-    for key in asked_for(group, off_is_ours):
+    foreign = ELSEWHERE if given else OF_TORCH
+    for key in asked_for(group, foreign):
         if not isinstance(key, str):
             raise TypeError(f"{where} got the key {key!r}: a key of a group must be a string")
         if key in NO_OPTIONS or key in options or key in CHECKS or (key in OF_SGD and not given):
             continue
-        if key in elsewhere:
-            refuse_unknown([key], options, where, elsewhere)
+        if key in foreign:
+            refuse_unknown([key], options, where, foreign)
         if key.lower() in NOT_ADAPTED and "adapt" in options:
             raise TypeError(f"{where} got {key!r} after it was added, when nothing reads it: write adapt=False")
         if others := dict.fromkeys(other.class_name for other in Algorithm.known.values() if key in other.options):

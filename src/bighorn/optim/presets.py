@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from bighorn.arguments import NOT_OURS, choice
+from bighorn.arguments import choice
+from bighorn.foreign_options import FOREIGN, Foreign
 
 Options = Mapping[str, Any]
 
@@ -305,66 +306,18 @@ LarsPreset = Literal[
 """The names of `LARS_PRESETS`, for type checkers."""
 
 
-def _instead(preset: Preset) -> tuple[str, ...]:
-    """The packages that have the argument of a preset, and the remedy: the preset, or the option that makes it."""
+def _instead(preset: Preset) -> Foreign:
+    """The argument of a preset in its package; the remedy is the preset, or the option that makes it."""
     own = {name: f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM}
     remedy = " or ".join([f'use Lamb.like("{preset.name}", ...)', *own.values()])
-    return preset.source.partition(",")[0], remedy, *own
+    return Foreign(preset.source.partition(",")[0], remedy, tuple(own))
 
 
-ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    **NOT_OURS,
+ELSEWHERE: Mapping[str, Foreign] = {
+    **FOREIGN,
     **{preset.argument: _instead(preset) for preset in PRESETS if preset.argument},
-    "caution": ("timm", "use cautious", "cautious"),
-    "adam_w_mode": ("apex", 'leave it out, or use decay_mode="l2" for adam_w_mode=False', "decay_mode"),
-    "set_grad_none": ("apex", "use zero_grad(set_to_none=...)"),
-    "reduced_precision_dtype": ("apex", 'use weight_rounding="master", for float32 weights of 16-bit parameters'),
-    "min_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)", "trust_ratio_bounds"),
-    "max_coeff": ("DeepSpeed", "use trust_ratio_bounds=(min_coeff, max_coeff)", "trust_ratio_bounds"),
-    "clamp_value": ("torch_optimizer", "use weight_norm_bounds=(0, clamp_value)", "weight_norm_bounds"),
-    "debias": ("torch_optimizer", "use bias_correction", "bias_correction"),
-    "weight_decouple": ("pytorch_optimizer", 'use decay_mode="decoupled"', "decay_mode"),
-    "fixed_decay": ("pytorch_optimizer", "leave it out: decay is multiplied by lr"),
-    "pre_norm": ("pytorch_optimizer", "use max_grad_norm"),
-    "ams_bound": ("pytorch_optimizer", "leave it out: Came has no AMSGrad"),
-    "eps1": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
-    "eps2": ("pytorch_optimizer", "use eps=(eps1, eps2)", "clip_threshold"),
-    "trust_coeff": ("timm", "use trust_coefficient of Lars"),
-    "eta": ("Barlow Twins", "use trust_coefficient of Lars"),
-    "lars_adaptation_filter": ("Barlow Twins", "use exclude_from_layer_adaptation of the constructor"),
-    "weight_decay_filter": ("Barlow Twins", "use exclude_from_weight_decay of the constructor"),
-    "trust_ratio": ("other packages", "use adapt=False in the groups that have none", "always_adapt"),
-    "stochastic_rounding": ("OneTrainer", 'use weight_rounding="stochastic"'),
-    "use_cautious": ("OneTrainer and sdnq", "use cautious", "cautious"),
-    "use_stochastic_rounding": ("sdnq", 'use weight_rounding="stochastic"'),
-    "use_quantized_buffers": ("sdnq", 'use state_dtype="int8"'),
-    "enable_stochastic_rounding": ("axolotl", 'use weight_rounding="stochastic"'),
-    "enable_cautious": ("axolotl", "use cautious", "cautious"),
-    "enable_8bit": ("axolotl", 'use state_dtype="int8"'),
-    "block_size": ("SANA", "leave it out: blocks have 256 elements"),
-    "quant_block_size": ("OneTrainer", "leave it out: blocks have 256 elements"),
-    "cautious_weight_decay": ("LoRA_Easy", "leave it out: decay is of all elements"),
-    "non_factored_confidence": ("LoRA_Easy", "leave it out: vectors have no confidence"),
-    "update_strategy": (
-        "LoRA_Easy",
-        'use cautious=True for "cautious" and "both", and nothing for "unmodified"',
-        "cautious",
-    ),
 }
-"""Arguments of other packages' LAMBs and CAMEs, as `NOT_OURS`. Only CAME takes a pair of eps, and clip_threshold."""
-
-NOT_ADAPTED = {"lars_exclude": True, "layer_adaptation": False}
-"""Keys of other LARS that switch the trust ratio of a group off, with the value that does; I-JEPA has LARS_exclude."""
-
-
-OFF_IS_OURS = frozenset(NOT_OURS).union(
-    (preset.argument for preset in PRESETS if preset.argument),
-    ("caution", "fixed_decay", "pre_norm", "set_grad_none", "stochastic_rounding"),
-    ("reduced_precision_dtype", "lars_adaptation_filter", "weight_decay_filter", "use_cautious", "ams_bound"),
-    ("use_stochastic_rounding", "use_quantized_buffers", "cautious_weight_decay", "non_factored_confidence"),
-    ("enable_stochastic_rounding", "enable_cautious", "enable_8bit"),
-)
-"""Arguments that select the default here if they are off; adam_w_mode=False, for one, does not."""
+"""Options of other packages' optimizers, with the arguments of presets."""
 
 
 def _by_name(presets: tuple[Preset, ...]) -> dict[str, Preset]:

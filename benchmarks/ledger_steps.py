@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn_workbench.shapes import SHAPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests.support
 
@@ -26,11 +25,30 @@ Events = list[tuple[str, int]]
 
 KINDS: dict[str, type[Lamb | Came | Lars]] = {"lamb": Lamb, "came": Came, "lars": Lars}
 
+
+def efficientnet_b0() -> list[tuple[int, ...]]:
+    """Return the shapes of EfficientNet-B0, as in timm."""
+
+    def convolution(out: int, channels: int, kernel: int = 1) -> list[tuple[int, ...]]:
+        return [(out, channels, kernel, kernel), (out,), (out,)]
+
+    shapes, channels = convolution(32, 3, 3), 32
+    for kernel, out, blocks in ((3, 16, 1), (3, 24, 2), (5, 40, 2), (3, 80, 3), (5, 112, 3), (5, 192, 4), (3, 320, 1)):
+        for _ in range(blocks):
+            expanded, squeezed = channels if out == 16 else 6 * channels, channels // 4
+            shapes += convolution(expanded, channels) if expanded != channels else []
+            shapes += convolution(expanded, 1, kernel)
+            shapes += [(squeezed, expanded, 1, 1), (squeezed,), (expanded, squeezed, 1, 1), (expanded,)]
+            shapes += convolution(out, expanded)
+            channels = out
+    return [*shapes, *convolution(1280, channels), (1000, 1280), (1000,)]
+
+
 TENSORS: dict[str, list[tuple[int, ...]]] = {
     "few": [(4, 4)] * 20,
     "tiny": [(4, 4)] * 200,
     "thousand": [(4, 4)] * 1000,
-    "efficientnet_b0": list(SHAPES["efficientnet_b0"]()),
+    "efficientnet_b0": efficientnet_b0(),
     "large": [(1024, 2048)],
 }
 
@@ -147,7 +165,7 @@ def _two_ranks() -> Iterator[Callable[[Tensor], Tensor]]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from bighorn_workbench.ranks import end_process_group
+    from tests.support.processes import end_process_group
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bighorn.kernels.options import Factor, Options
-from bighorn.kernels.rounding import positions
+from bighorn.kernels.rounding import AUX_STATE, positions
 
 
 def matrix_shape(shape: torch.Size, factor: Factor | None) -> tuple[int, int, int]:
@@ -221,9 +221,12 @@ class Bucket(Generic[Options]):
     param_ids: list[int] = field(default_factory=list)
     slot_offsets: list[int] = field(default_factory=list)
 
-    def metrics_address(self, i: int) -> int:
-        """Return the address of the metrics of slot `i`."""
-        return self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
+    def addresses(self, i: int) -> dict[str, int]:
+        """Return the addresses of slot `i`: of its state by names, `aux` (0 without one), `step` and `metrics`."""
+        state = {name: tensors[i].data_ptr() for name, tensors in self.state.items()}
+        aux = sum([state.pop(name) for name in AUX_STATE[self.options.weight_rounding]])
+        metrics = self.metrics.data_ptr() + i * self.metrics.stride(0) * self.metrics.itemsize
+        return {**state, "aux": aux, "step": self.steps[i].data_ptr(), "metrics": metrics}
 
     def first_position(self, i: int) -> int:
         """Return the position of the first element of slot `i` in its parameter."""

@@ -20,13 +20,6 @@ from bighorn.kernels.cpu.stepper import Bound, Stepper, words
 from bighorn.kernels.cpu.tensors import STATE_TYPES, weights
 from bighorn.kernels.options import CameOptions
 
-STATE = (
-    "exp_avg",
-    "exp_avg_scale",
-    "exp_avg_sq",
-    *(f"exp_avg_{of}_{line}" for of in ("sq", "res") for line in ("row", "col")),
-)
-
 
 class Came(Stepper[CameOptions]):
     """CAME in the library."""
@@ -43,17 +36,15 @@ class Came(Stepper[CameOptions]):
     @staticmethod
     def make_slot(bucket: Bucket[CameOptions], i: int, index: int, positions: array[int] | None) -> Any:
         """See `Stepper.make_slot`."""
-        state = bucket.state
+        addresses = bucket.addresses(i)
         matrices, height, width = matrix_shape(bucket.params[i].shape, bucket.options.factor)
         return STRUCTURES["FactoredSlot"](
-            weights=weights(bucket, i, positions),
-            **{name: state[name][i].data_ptr() for name in STATE if name in state},
-            step=bucket.steps[i].data_ptr(),
-            metrics=bucket.metrics_address(i),
+            weights=weights(bucket, i, positions, addresses.pop("aux")),
+            **addresses,
             matrices=matrices,
             height=height,
             width=width,
-            state_type=STATE_TYPES[state["exp_avg"][i].dtype],
+            state_type=STATE_TYPES[bucket.state["exp_avg"][i].dtype],
             options=index,
             factored=bucket.options.factor is not None,
         )

@@ -15,7 +15,6 @@ from bighorn.kernels.cpu.library import NO_BLOCKS, SCRATCH, STRUCTURES, layer_st
 from bighorn.kernels.cpu.stepper import Bound, Stepper
 from bighorn.kernels.cpu.tensors import STATE_TYPES, unsupported_reason, weights
 from bighorn.kernels.options import Options
-from bighorn.kernels.rounding import AUX_STATE
 
 BOTH, FIRST, SECOND = 0, 1, 2
 """The phases of a step, as in csrc/abi.h."""
@@ -39,14 +38,11 @@ class LayerwiseStepper(Stepper[Options]):
     @staticmethod
     def make_slot(bucket: Bucket[Options], i: int, index: int, positions: array[int] | None) -> Any:
         """See `Stepper.make_slot`."""
-        x, beside = bucket.params[i], AUX_STATE[bucket.options.weight_rounding]
-        state = {name: tensors[i].data_ptr() for name, tensors in bucket.state.items() if name not in beside}
+        addresses = bucket.addresses(i)
         return STRUCTURES["LayerSlot"](
-            weights=weights(bucket, i, positions),
-            **state,
-            step=bucket.steps[i].data_ptr(),
-            metrics=bucket.metrics_address(i),
-            inner=math.prod(x.shape[1:]) if "exp_avg_scale" in state else 0,
+            weights=weights(bucket, i, positions, addresses.pop("aux")),
+            **addresses,
+            inner=math.prod(bucket.params[i].shape[1:]) if "exp_avg_scale" in addresses else 0,
             state_type=STATE_TYPES[bucket.state["exp_avg"][i].dtype],
             options=index,
         )

@@ -12,7 +12,6 @@ from bighorn.kernels.bucket import Bucket
 from bighorn.kernels.cpu import library
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
-from bighorn.kernels.rounding import AUX_STATE
 
 CHUNK_ELEMS = 8192  # CHUNK_ELEMS of csrc/run.h
 
@@ -37,13 +36,13 @@ def describe_gradient(g: Tensor) -> Any:
     return library.STRUCTURES["Gradient"](size=g.numel(), type=TYPES[g.dtype])
 
 
-def weights(bucket: Bucket[Options], i: int, positions: array[int] | None) -> Any:
+def weights(bucket: Bucket[Options], i: int, positions: array[int] | None, aux: int) -> Any:
     """Return the C structure `Weights` of slot `i`. It points into `positions`, which must outlive it."""
     x, way = bucket.params[i], bucket.options.weight_rounding
     offset, param_id = (bucket.first_position(i), bucket.param_ids[i]) if needs_rng_key(bucket) else (0, 0)
     return library.STRUCTURES["Weights"](
         data=x.data_ptr(),
-        aux=next((bucket.state[name][i].data_ptr() for name in AUX_STATE[way]), None),
+        aux=aux,
         layout=positions.buffer_info()[0] if positions else None,
         offset=offset,
         param_id=param_id,

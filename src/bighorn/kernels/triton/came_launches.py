@@ -90,7 +90,6 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
             columns.append(
                 {
-                    **self.addresses_of((index, i)),
                     **self.whole_columns(index, i, each),
                     "HEIGHT": each.height,
                     "WIDTH": each.width,

@@ -18,7 +18,7 @@ from bighorn.kernels import codec
 from bighorn.kernels.bucket import Bucket, Shard
 from bighorn.kernels.options import Options
 from bighorn.kernels.reference.stepper import needs_rng_key
-from bighorn.kernels.rounding import AUX_STATE, rng_key
+from bighorn.kernels.rounding import rng_key
 from bighorn.kernels.triton.device import Launch, compiled
 from bighorn.kernels.triton.tables import ABSENT, CachedTable, Uploads, keep_alive
 
@@ -120,15 +120,7 @@ class LaunchGroup(Generic[Options]):
 
     def own_columns(self) -> list[dict[str, int]]:
         """Return the values of the algorithm's columns in the table of slots, by their names."""
-        raise NotImplementedError
-
-    def addresses_of(self, slot: SlotIndex) -> dict[str, int]:
-        """Return the addresses of a slot's state tensors by the columns that the layout has for them, or 0."""
-        state = self.buckets[slot[0]].state
-        return {
-            column: state[name][slot[1]].data_ptr() if name in state else 0
-            for column, name in self.layout.ADDRESSES.items()
-        }
+        return [{} for _ in self.indices]
 
     def step(self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False) -> None:
         """Make one step, or compile the kernels only; without other ranks, all sums are complete."""
@@ -205,20 +197,22 @@ class LaunchGroup(Generic[Options]):
         first = 0
         for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
-            x, m, step = bucket.params[i], bucket.first_moment(i), bucket.steps[i].data_ptr()
+            x, addresses = bucket.params[i], bucket.addresses(i)
+            step = addresses["step"]
             slots.append(
                 self.layout.slot.pack(
                     SIZE=x.numel(),
                     FIRST=first,
                     STOP=first + programs,
                     PARAM=x.data_ptr(),
-                    EXP_AVG=m.data_ptr(),
+                    EXP_AVG=addresses[str(bucket.options.first_moment)],
                     STEP=step,
-                    NORMS=bucket.metrics_address(i),
+                    NORMS=addresses["metrics"],
                     COUNTS=step not in unique_steps,
                     HYPER=index,
-                    AUX=sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]),
+                    AUX=addresses["aux"],
                     INNER=max(1, math.prod(x.shape[1:])),
+                    **{column: addresses.get(name, 0) for column, name in self.layout.ADDRESSES.items()},
                     **random_columns(bucket, i),
                     **own,
                 )

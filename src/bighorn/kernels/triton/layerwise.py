@@ -56,10 +56,6 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             "BLOCK": LANES.value * (8 if narrow or m_form else 4),
         }
 
-    def own_columns(self) -> list[dict[str, int]]:
-        """See `LaunchGroup.own_columns`."""
-        return list(map(self.addresses_of, self.indices))
-
     def sharded_step(
         self, options: Tensor, scale: Tensor, apply_mask: Tensor, *, compile_only: bool = False
     ) -> Iterator[Tensor]:

@@ -147,7 +147,7 @@ class LaunchGroup(Generic[Options]):
 
     def update_gradients(self) -> None:
         """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
-        each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
+        each = [b.grad_addresses if b.grad_addresses[0] is b.grads else b.read_addresses() for b in self.buckets]
         grads, addresses = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
         grads, addresses = (list(map(values.__getitem__, self.flat_indices)) for values in (grads, addresses))
         self.missing = 0 in addresses and type(None) in set(map(type, grads))

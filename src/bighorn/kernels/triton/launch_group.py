@@ -118,7 +118,7 @@ class LaunchGroup(Generic[Options]):
         size = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK if options.blocks else x.numel()
         return max(1, -(-size // CHUNK))
 
-    def own_columns(self) -> list[dict[str, int]]:
+    def algorithm_columns(self) -> list[dict[str, int]]:
         """Return the values of the algorithm's columns in the table of slots, by their names."""
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class LaunchGroup(Generic[Options]):
         slots: list[list[int]] = []
         unique_steps: set[int] = set()
         first = 0
-        for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
+        for (index, i), values, programs in zip(self.indices, self.algorithm_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
             x, m, step = bucket.params[i], bucket.first_moment(i), bucket.steps[i].data_ptr()
             slots.append(
@@ -220,7 +220,7 @@ class LaunchGroup(Generic[Options]):
                     AUX=sum(bucket.state[name][i].data_ptr() for name in AUX_STATE[bucket.options.weight_rounding]),
                     INNER=max(1, math.prod(x.shape[1:])),
                     **random_columns(bucket, i),
-                    **own,
+                    **values,
                 )
             )
             unique_steps.add(step)

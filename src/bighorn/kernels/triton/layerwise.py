@@ -56,7 +56,7 @@ class LayerLaunchGroup(LaunchGroup[Options]):
             "BLOCK": LANES.value * (8 if narrow or m_form else 4),
         }
 
-    def own_columns(self) -> list[dict[str, int]]:
+    def algorithm_columns(self) -> list[dict[str, int]]:
         """See `LaunchGroup.own_columns`."""
         return list(map(self.addresses_of, self.indices))
 

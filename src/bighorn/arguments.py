@@ -29,9 +29,9 @@ StepFunction = Callable[[int], Any]
 # ---- names ----------------------------------------------------------------------------------------------
 
 
-def hint(name: object, known: Iterable[object]) -> str:
+def hint(name: object, allowed: Iterable[object]) -> str:
     """The known name that was probably meant, as a question; empty if no name is similar."""
-    words, meant = [str(word) for word in known], str(name).lower()
+    words, meant = [str(word) for word in allowed], str(name).lower()
     same = [word for word in words if SYNONYMS.get(word, word) == SYNONYMS.get(meant, meant)]
     near = same or difflib.get_close_matches(str(name), words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
@@ -58,31 +58,31 @@ def nearest(patterns: Iterable[str], names: Iterable[str]) -> str:
     return ", ".join(map(repr, likest[:3]))
 
 
-def unknown_name(where: str, name: object, known: Iterable[str], noun: str = "option") -> TypeError:
+def unknown_name(where: str, name: object, allowed: Iterable[str], noun: str = "option") -> TypeError:
     """Return the error about a name that is not known, with the name that was probably meant."""
-    known = list(known)
-    return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, known)}. Known: {', '.join(known)}")
+    allowed = list(allowed)
+    return TypeError(f"{where} got an unknown {noun} {name!r}{hint(name, allowed)}. Known: {', '.join(allowed)}")
 
 
 def refuse_unknown(
-    names: Iterable[object], known: Iterable[str], where: str, foreign: Mapping[str, Foreign] = OF_TORCH
+    names: Iterable[object], allowed: Iterable[str], where: str, foreign: Mapping[str, Foreign] = OF_TORCH
 ) -> None:
     """Raise for the first name that is not known, with the name that was probably meant.
 
     Args:
         names: The names that were given.
-        known: The names that there are.
+        allowed: The names that there are.
         where: What has these names.
         foreign: Names in other packages.
     """
-    known = list(known)
+    allowed = list(allowed)
     for name in names:
-        if name in known:
+        if name in allowed:
             continue
         if isinstance(name, str) and (option := foreign.get(name)):
-            remedy = option.remedy_with(known)
+            remedy = option.remedy_with(allowed)
             raise TypeError(f"{where} got {name!r}, an option of {option.package} but not of {where}: {remedy}")
-        raise unknown_name(where, name, known)
+        raise unknown_name(where, name, allowed)
 
 
 def asked_for(options: Mapping[str, Any], foreign: Mapping[str, Foreign]) -> dict[str, Any]:
@@ -106,13 +106,13 @@ def refuse_group_only(names: Iterable[object], group_only: Iterable[str], where:
 def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
     """Make the constructor of a class refuse unknown keywords, with the nearest keyword that it has."""
     init = kind.__init__
-    known = list(inspect.signature(init).parameters)[1:]
+    names = list(inspect.signature(init).parameters)[1:]
 
     @wraps(init)
     def checked(self: Kind, *args: object, **kwargs: object) -> None:
         for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{unknown_name(type(self).__name__, name, known, 'argument')}{_of_a_base(kind, name)}")
+            if name not in names:
+                raise TypeError(f"{unknown_name(type(self).__name__, name, names, 'argument')}{_of_a_base(kind, name)}")
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
@@ -122,12 +122,12 @@ def knows_its_keywords(kind: type[Kind]) -> type[Kind]:
 def _of_a_base(kind: type[Any], name: str) -> str:
     """The base class that has an argument that a class lacks, or torch's option and what that base has instead."""
     for base in kind.__mro__[1:]:
-        known = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
         path = base.__name__ if base.__module__.startswith("bighorn.compat.") else f"bighorn.{base.__name__}"
-        if name in known:
+        if name in parameters:
             return f"; {path} has it"
-        if "backend" in known and (option := OF_TORCH.get(name)):
-            return f"; it is an option of {option.package}: with {path}, {option.remedy_with(known)}"
+        if "backend" in parameters and (option := OF_TORCH.get(name)):
+            return f"; it is an option of {option.package}: with {path}, {option.remedy_with(parameters)}"
     return ""
 
 

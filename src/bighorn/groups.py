@@ -105,14 +105,14 @@ def by_rules(
     for name, param in params:
         index = next((i for i, rule in enumerate(rules) if rule.matches(name, param)), len(rules))
         taken[index].append((name, param))
-    for rule, mine in zip(rules, taken, strict=False):
-        if not mine:
+    for rule, members in zip(rules, taken, strict=False):
+        if not members:
             raise ValueError(f"{rule!r} takes no parameter: {_why_nothing(rule, params)}")
     headers = [{"name": rule.label, **rule.options} for rule in rules] + [{"name": REST}]
     return [
-        {**header, "params": mine if pairs else [param for _, param in mine]}
-        for header, mine in zip(headers, taken, strict=True)
-        if mine
+        {**header, "params": members if pairs else [param for _, param in members]}
+        for header, members in zip(headers, taken, strict=True)
+        if members
     ]
 
 

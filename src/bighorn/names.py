@@ -138,11 +138,11 @@ def named(params: object, names: Names | None) -> list[Any]:
     params = [params] if isinstance(params, Tensor) else listed(params)
     if names is None or any(isinstance(param, tuple) for param in params):
         return params
-    known = names_of(names)
-    missing = [i for i, param in enumerate(params) if id(param) not in known]
+    name_of = names_of(names)
+    missing = [i for i, param in enumerate(params) if id(param) not in name_of]
     if missing:
         raise ValueError(f"names has no name for params[{missing[0]}]; pass the module that owns all of them")
-    return [(known[id(param)], param) for param in params]
+    return [(name_of[id(param)], param) for param in params]
 
 
 def listed(params: object, name: str = "params") -> list[Any]:
@@ -174,10 +174,10 @@ def names_of(names: object) -> dict[int, str]:
         isinstance(name, str) and isinstance(param, Tensor) for name, param in names.items()
     ):
         raise TypeError(f"names must be a module or a mapping of names to parameters, not {type(names).__name__}")
-    known: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for name, param in names.items():
-        if known.setdefault(id(param), name) != name:
+        if name_of.setdefault(id(param), name) != name:
             raise ValueError(
-                f"names calls one parameter {known[id(param)]!r} and {name!r}: keep one of them, as names=model does"
+                f"names calls one parameter {name_of[id(param)]!r} and {name!r}: keep one of them, as names=model does"
             )
-    return known
+    return name_of

@@ -270,7 +270,7 @@ def test_addresses_of_other_gradients_are_not_used(algorithm: str) -> None:
         of = bucket(algorithm, (70, 90), (3, 17))
         if other:
             others = [torch.zeros_like(grad) for grad in of.grads]
-            of.known = others, [grad.data_ptr() for grad in others]
+            of.grad_addresses = others, [grad.data_ptr() for grad in others]
         results.append(stepped(kernels.kernel("cpu", algorithm), of))
     assert same(*results)
 

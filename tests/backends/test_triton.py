@@ -290,7 +290,8 @@ def test_tables_wait_for_each_stream_that_reads_them(monkeypatch: pytest.MonkeyP
         kernel.prepare()
     (part,) = kernel.groups
     assert isinstance(part, came_shards.CameShardLaunchGroup)
-    for table in (part.slots, part.program_to_slot, part.partials, part.grads, part.by_row.here, part.by_col.positions):
+    lines = part.by_row.indices, part.by_col.positions
+    for table in (part.slots, part.program_to_slot, part.partials, part.grads, *lines):
         assert {(table.data_ptr(), "first"), (table.data_ptr(), "second")} <= recorded
     assert kernel.uploads.streams == ["first", "second"]
 

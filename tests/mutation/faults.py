@@ -204,7 +204,7 @@ FAULTS = (
     Fault(
         "an error on one rank alone",
         "bighorn/optim/agreement.py",
-        "ranks.check_same(described(mine, groups, names, settings))",
+        "ranks.check_same(described(members, groups, names, settings))",
         "ranks.check_same(described([], groups, names, settings))",
         "tests/distributed/test_agreement.py",
     ),
@@ -365,14 +365,14 @@ FAULTS = (
     Fault(
         "a state by position, in groups with equal names",
         "bighorn/optim/checkpointing.py",
-        "[_ordered(group, names, mine) for group, names, mine in pairs]",
-        "[group for group, names, mine in pairs]",
+        "[_ordered(group, names, order) for group, names, order in pairs]",
+        "[group for group, names, order in pairs]",
         "tests/contract",
     ),
     Fault(
         "a state by position, in other groups",
         "bighorn/optim/checkpointing.py",
-        '"params": [saved[name][1] for name in mine]',
+        '"params": [saved[name][1] for name in group_names]',
         '"params": found["params"]',
         "tests/contract",
     ),
@@ -400,8 +400,8 @@ FAULTS = (
     Fault(
         "a fragment by position",
         "bighorn/optim/deepspeed.py",
-        "start=there.start, offset=here.start",
-        "start=here.start, offset=here.start",
+        "start=high.start, offset=low.start",
+        "start=low.start, offset=low.start",
         "tests/integrations/test_deepspeed_zero.py tests/distributed/test_flat.py",
     ),
     Fault(
@@ -414,7 +414,7 @@ FAULTS = (
     Fault(
         "a wrong rank's sum, of another row of the mesh",
         "bighorn/distributed/sharding.py",
-        "every if dim in self.along else here[dim]",
+        "every if dim in self.along else coordinate[dim]",
         "every if dim in self.along else 0",
         "tests/distributed/test_sharding.py",
     ),
@@ -428,8 +428,8 @@ FAULTS = (
     Fault(
         "a wrong rank's sum, of whether a step moves",
         "bighorn/distributed/sharding.py",
-        "return bool(self._all_reduce(torch.tensor(float(here), device=self.device_type), dist.ReduceOp.MAX))",
-        "return here",
+        "return bool(self._all_reduce(torch.tensor(float(flag), device=self.device_type), dist.ReduceOp.MAX))",
+        "return flag",
         "tests/distributed/test_sharding.py",
     ),
     Fault(
@@ -695,8 +695,8 @@ FAULTS = (
     Fault(
         "a name that two models have",
         "bighorn/optim/checkpointing.py",
-        "if len(set(own)) == len(own) == len(names) and",
-        "if len(own) == len(names) and",
+        "if len(set(model_names)) == len(model_names) == len(names) and",
+        "if len(model_names) == len(names) and",
         "tests/contract/test_names.py -k equal_names",
     ),
 )

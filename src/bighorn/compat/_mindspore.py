@@ -162,8 +162,8 @@ class MindSporeOptimizer(Optimizer):
     def parameters(self) -> tuple[Tensor, ...]:
         """All parameters, in the order in which a call takes gradients: `order_params` if given."""
         first = [self.param_groups[index]["params"][position] for index, position in self._order]
-        known = set(map(id, first))
-        return (*first, *(p for group in self.param_groups for p in group["params"] if id(p) not in known))
+        first_ids = set(map(id, first))
+        return (*first, *(p for group in self.param_groups for p in group["params"] if id(p) not in first_ids))
 
     def get_lr(self) -> float | tuple[float, ...]:
         """Return the learning rate of the next step: one number, or one for each of `parameters` if groups differ."""

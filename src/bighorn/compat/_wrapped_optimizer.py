@@ -128,9 +128,9 @@ class WrappedOptimizer(Optimizer):
         if not isinstance(state_dict, dict) or state_dict.keys() != {"opt", "scaler"}:
             raise ValueError("state_dict must be what NPUOptimizer.state_dict() returned, with 'opt' and 'scaler'")
         if bool(state_dict["scaler"]) != (self.scaler is not None):
-            there, here = ("", "none ") if state_dict["scaler"] else ("no ", "one ")
+            saved, present = ("", "none ") if state_dict["scaler"] else ("no ", "one ")
             raise ValueError(
-                f"state_dict has {there}state of a loss scaler, and there is {here}here: make the optimizer with "
+                f"state_dict has {saved}state of a loss scaler, and there is {present}here: make the optimizer with "
                 f"is_loss_scale={self.scaler is None} and load again"
             )
         before = self.state_dict()["scaler"]

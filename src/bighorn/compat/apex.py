@@ -153,8 +153,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                     f"reduced_precision_dtype must be a torch.dtype or None, not {reduced_precision_dtype!r}"
                 )
             params = _with_masters(params, reduced_precision_dtype)
-        own = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *own)
+        options = (amsgrad, adam_w_mode, grad_averaging, True, max_grad_norm, use_nvlamb)
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, *options)
 
 
 def _with_masters(params: ParamsT, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -162,8 +162,8 @@ def _with_masters(params: ParamsT, dtype: torch.dtype) -> list[dict[str, Any]]:
     given: list[Any] = list(params)
     groups = []
     for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
-        mine = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        first = mine[0][1] if mine and isinstance(mine[0], tuple) else mine[0] if mine else None
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        first = members[0][1] if members and isinstance(members[0], tuple) else members[0] if members else None
         masters = {"weight_rounding": "master"} if getattr(first, "dtype", None) == dtype else {}
-        groups.append({**group, "params": mine, **masters})
+        groups.append({**group, "params": members, **masters})
     return groups

@@ -457,7 +457,7 @@ def _check_global_step(global_step: object) -> None:
 
 def _check_param(name: str, param: object, params: Sequence[Tensor]) -> None:
     """Raise if a tensor is not one of the optimizer's parameters."""
-    if not any(param is known for known in params):
+    if not any(param is candidate for candidate in params):
         kind = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else type(param).__name__
         raise ValueError(f"{name} is {kind}, and no parameter of the optimizer: pass its parameters only")
 

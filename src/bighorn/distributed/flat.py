@@ -161,12 +161,11 @@ class FlatParams(NamedTuple):
         """
         group = FlatGroup(layout.process_group, tensors[0].device.type)
         reason = _mistyped_reason(layout) or _unfit_reason(layout, tensors)
-        fragments = [] if reason is not None else [list(own) for own in layout.fragments]
-        here = _Rank(reason, fragments, str(tensors[0].dtype))
-        everyone = group.gather(here)
+        lists = [] if reason is not None else list(map(list, layout.fragments))
+        everyone = group.gather(_Rank(reason, lists, str(tensors[0].dtype)))
         shapes = _whole_shapes(everyone, group.ranks, what)
-        cut = {each.name for its in everyone for own in its.fragments for each in own if _cuts_rows(each)}
-        held = {each.name: (index, each) for index, own in enumerate(layout.fragments) for each in own}
+        cut = {each.name for its in everyone for fragments in its.fragments for each in fragments if _cuts_rows(each)}
+        held = {each.name: (index, each) for index, fragments in enumerate(layout.fragments) for each in fragments}
         return cls(tuple(_param(name, shape, held, name in cut) for name, shape in shapes.items()), group)
 
 
@@ -193,11 +192,11 @@ def _cuts_rows(fragment: Fragment) -> bool:
 def _mistyped_reason(layout: FlatLayout) -> str | None:
     """The reason why the fragments are of wrong types, or None. If one rank raised here, the others would wait."""
     lists: Any = layout.fragments
-    if not isinstance(lists, Sequence) or not all(isinstance(own, Sequence) for own in lists):
+    if not isinstance(lists, Sequence) or not all(isinstance(fragments, Sequence) for fragments in lists):
         return (
             f"flat_layout.fragments is {reprlib.repr(lists)}: give a list of Fragments for each flat tensor, in a list"
         )
-    for each in (fragment for own in lists for fragment in own):
+    for each in (fragment for fragments in lists for fragment in fragments):
         if not isinstance(each, Fragment):
             return f"{each!r} in flat_layout is no bighorn.Fragment"
         if not (
@@ -213,7 +212,7 @@ def _unfit_reason(layout: FlatLayout, tensors: Sequence[Tensor]) -> str | None:
     """The reason why a layout does not fit this rank's flat tensors, or None."""
     if len(layout.fragments) != len(tensors):
         return f"flat_layout has fragments for {len(layout.fragments)} flat tensors, but params has {len(tensors)}"
-    for i, (tensor, own) in enumerate(zip(tensors, layout.fragments, strict=True)):
+    for i, (tensor, fragments) in enumerate(zip(tensors, layout.fragments, strict=True)):
         if type(tensor) not in PLAIN or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_complex():
             return (
                 f"params[{i}] is a {type(tensor).__name__} of shape {tuple(tensor.shape)} and {tensor.dtype}: a flat "
@@ -222,7 +221,7 @@ def _unfit_reason(layout: FlatLayout, tensors: Sequence[Tensor]) -> str | None:
         if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
             return f"params[{i}] has another dtype or device than params[0]: put it in a group of its own"
         end, before = 0, "the flat tensor's start"
-        for each in sorted(own, key=lambda fragment: (fragment.start, fragment.numel)):
+        for each in sorted(fragments, key=lambda fragment: (fragment.start, fragment.numel)):
             if (reason := _impossible(each)) is not None:
                 return f"{each}: {reason}"
             if each.start < end:
@@ -261,29 +260,29 @@ def _whole_shapes(everyone: Sequence[_Rank], ranks: Sequence[int], what: str) ->
             raise fail(f"rank {rank} has {its.dtype}, rank {ranks[0]} has {everyone[0].dtype}: use one dtype")
     found: dict[str, list[tuple[int, Fragment]]] = {}
     for rank, its in zip(ranks, everyone, strict=True):
-        for each in (fragment for own in its.fragments for fragment in own):
+        for each in (fragment for fragments in its.fragments for fragment in fragments):
             found.setdefault(each.name, []).append((rank, each))
-    for name, mine in found.items():
-        first, shape = mine[0][0], mine[0][1].shape
-        for rank, each in mine:
+    for name, pairs in found.items():
+        first, shape = pairs[0][0], pairs[0][1].shape
+        for rank, each in pairs:
             if tuple(each.shape) != tuple(shape):
                 raise fail(
                     f"{name} has shape {tuple(each.shape)} on rank {rank} and {tuple(shape)} on rank {first}: give the "
                     "shape of the whole parameter, and each parameter a name of its own"
                 )
-        _check_cover(name, math.prod(shape), mine, fail)
-    return {name: tuple(mine[0][1].shape) for name, mine in found.items()}
+        _check_cover(name, math.prod(shape), pairs, fail)
+    return {name: tuple(pairs[0][1].shape) for name, pairs in found.items()}
 
 
-def _check_cover(name: str, size: int, mine: list[tuple[int, Fragment]], fail: Callable[[str], ValueError]) -> None:
+def _check_cover(name: str, size: int, pairs: list[tuple[int, Fragment]], fail: Callable[[str], ValueError]) -> None:
     """Raise unless fragments hold each element of a parameter once, and each rank has at most one of them."""
-    holders = [rank for rank, _ in mine]
+    holders = [rank for rank, _ in pairs]
     if twice := [rank for rank in holders if holders.count(rank) > 1]:
         raise fail(
             f"rank {twice[0]} has {holders.count(twice[0])} fragments of {name}: one can be served, so join them"
         )
     end = 0
-    for rank, each in sorted([pair for pair in mine if pair[1].numel], key=lambda pair: pair[1].offset):
+    for rank, each in sorted([pair for pair in pairs if pair[1].numel], key=lambda pair: pair[1].offset):
         if each.offset > end:
             raise fail(
                 f"no rank holds elements {end} to {each.offset - 1} of {name}: give the fragments of all ranks, and "

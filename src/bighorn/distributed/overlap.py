@@ -151,7 +151,7 @@ class TailOverlap:
             flight.check_untouched()
         hooked = len(self.optimizer._optimizer_step_pre_hooks) > 1 or _global_optimizer_pre_hooks
         # Gradients that are in no bucket are not in the scaler's verdict.
-        if hooked or (self._scaled is not None and self._here()):
+        if hooked or (self._scaled is not None and self._not_in_flight()):
             self.synchronize()
         if self._scaled is not None:
             self._scaled.step_all(bool(self._in_flight))
@@ -237,7 +237,7 @@ class TailOverlap:
 
     def _step_in_parts(self, optimizer: Optimizer) -> None:
         sent = [[p for p in flight.params if p.grad is not None] for flight in self._in_flight]
-        parts = [self._here(), *sent]
+        parts = [self._not_in_flight(), *sent]
 
         def wait(part: int) -> None:
             if part > 0 and self._in_flight[part - 1].work is not None:
@@ -247,7 +247,7 @@ class TailOverlap:
 
         step_in_parts(optimizer, parts, wait)
 
-    def _here(self) -> list[Tensor]:
+    def _not_in_flight(self) -> list[Tensor]:
         """The optimizer's parameters whose gradients are not in flight, since the model does not hold them."""
         in_flight = {p for flight in self._in_flight for p in flight.params}
         params = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
@@ -287,10 +287,10 @@ def _agree(group: Any, reason: str | None, lines: list[str]) -> None:
         if other_reason is not None:
             raise ValueError(f"on rank {rank} of the model's process group: {other_reason}")
     for rank, (_, other_lines) in enumerate(answers):
-        for here, there in itertools.zip_longest(lines, other_lines, fillvalue="nothing more"):
-            if here != there:
+        for line, other_line in itertools.zip_longest(lines, other_lines, fillvalue="nothing more"):
+            if line != other_line:
                 raise ValueError(
-                    f"ranks differ: {here} here, {there} on rank {rank} of the model's process group: make the "
+                    f"ranks differ: {line} here, {other_line} on rank {rank} of the model's process group: make the "
                     "optimizer and its scaler in the same way on every rank"
                 )
 
@@ -301,9 +301,9 @@ def _described(optimizer: Optimizer, params: set[Tensor]) -> list[str]:
         return optimizer.agreement(params)
     lines = []
     for index, group in enumerate(optimizer.param_groups):
-        what, mine = f"param_groups[{index}]", [p for p in group["params"] if p in params]
-        lines += [f"{what}: {name}={described_option(group.get(name))}" for name in optimizer.defaults if mine]
-        lines += [f"{what}: a parameter of shape {tuple(p.shape)}" for p in mine]
+        what, shared = f"param_groups[{index}]", [p for p in group["params"] if p in params]
+        lines += [f"{what}: {name}={described_option(group.get(name))}" for name in optimizer.defaults if shared]
+        lines += [f"{what}: a parameter of shape {tuple(p.shape)}" for p in shared]
     return lines
 
 

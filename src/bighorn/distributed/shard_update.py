@@ -72,21 +72,21 @@ def shard_update(optimizer: Optimizer, process_group: Any = None) -> ZeroRedunda
             "optimizer holds parameters that are sharded already, and so is their state: use it as it is, without "
             "shard_update"
         )
-    group = dist.group.WORLD if process_group is None else process_group
+    ranks = dist.group.WORLD if process_group is None else process_group
     names: dict[Tensor, str] = {
         param: name
-        for own in optimizer.param_groups
-        for param, name in zip(own["params"], own.get("param_names", ()), strict=False)
+        for group in optimizer.param_groups
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
     # ZeroRedundancyOptimizer would keep all names in a group whose parameters it has divided.
-    groups = [{key: value for key, value in own.items() if key != "param_names"} for own in optimizer.param_groups]
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in optimizer.param_groups]
 
     def build(part: list[dict[str, Any]]) -> Optimizer:
         if names:
-            part = [own | {"param_names": [names[param] for param in own["params"]]} for own in part]
+            part = [group | {"param_names": [names[param] for param in group["params"]]} for group in part]
         if isinstance(optimizer, BighornOptimizer):
-            return optimizer.on_ranks(part, group)
+            return optimizer.on_ranks(part, ranks)
         taken = inspect.signature(type(optimizer)).parameters
         return type(optimizer)(part, **{name: value for name, value in optimizer.defaults.items() if name in taken})
 
-    return ZeroRedundancyOptimizer(groups, build, process_group=group)  # type: ignore[arg-type]  # any callable works
+    return ZeroRedundancyOptimizer(groups, build, process_group=ranks)  # type: ignore[arg-type]  # any callable works

@@ -125,9 +125,9 @@ class RankSums(ABC):
         dist.all_reduce(sums, dist.ReduceOp.SUM if op is None else op, self._group())
         return sums
 
-    def any(self, here: bool) -> bool:
-        """Whether `here` is True on any of the ranks."""
-        return bool(self._all_reduce(torch.tensor(float(here), device=self.device_type), dist.ReduceOp.MAX))
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is True on any of the ranks."""
+        return bool(self._all_reduce(torch.tensor(float(flag), device=self.device_type), dist.ReduceOp.MAX))
 
     def check_same(self, lines: list[str], remedy: str = "Make the optimizer in the same way on every rank") -> None:
         """Compare lines of text, with one collective of two numbers if all ranks have the same.
@@ -196,14 +196,14 @@ class ReduceGroup(RankSums):
         return self.mesh.mesh.flatten().tolist(), self.along
 
     def _counts(self, dims: ShardedDims) -> bool:
-        here = self.mesh.get_coordinate() or ()
-        return all(here[dim] == 0 for dim in self.along if dim not in dims.along)
+        coordinate = self.mesh.get_coordinate() or ()
+        return all(coordinate[dim] == 0 for dim in self.along if dim not in dims.along)
 
     def _group(self) -> Any:
         if len(self.along) == 1:
             return self.mesh.get_group(self.along[0])
-        here, every = self.mesh.get_coordinate() or (), slice(None)
-        at = tuple(every if dim in self.along else here[dim] for dim in range(self.mesh.ndim))
+        coordinate, every = self.mesh.get_coordinate() or (), slice(None)
+        at = tuple(every if dim in self.along else coordinate[dim] for dim in range(self.mesh.ndim))
         ranks = tuple(self.mesh.mesh[at].flatten().tolist())
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD
@@ -259,7 +259,7 @@ def holders_of(param: Tensor) -> list[int] | None:
     return None if layout is None else layout.holders
 
 
-def counts_here(holders: Sequence[int] | None, process_group: Any) -> bool:
+def counts_on_this_rank(holders: Sequence[int] | None, process_group: Any) -> bool:
     """Whether this rank counts a tensor in a sum over a process group, since its copies on other ranks are the same.
 
     The first rank of the group among the holders counts it; each rank counts a tensor that is not distributed.

@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {"came": came, "lamb": Lamb, "lars":
 def _read(module: ModuleType, name: str, *expected: str) -> Callable[..., Any]:
     """Return a function of a trainer, or raise if it is not as in the version that was read."""
     found = getattr(module, name, None)
-    known = inspect.signature(found).parameters if callable(found) else {}
-    missing = [each for each in expected if each not in known]
+    parameters = inspect.signature(found).parameters if callable(found) else {}
+    missing = [each for each in expected if each not in parameters]
     if found is None or missing:
         what = f"argument {missing[0]!r} of {name}" if found is not None else f"function {name}"
         raise RuntimeError(
@@ -104,14 +104,14 @@ def _onetrainer(name: str, module: ModuleType) -> None:
         if "min_8bit_size" in options:
             options["min_8bit_size"] += 1  # theirs is the largest size without 8 bits
         rounding = "stochastic" if stochastic_rounding else "nearest"
-        own = {"weight_rounding": rounding, "cautious": bool(use_cautious)}
+        converted = {"weight_rounding": rounding, "cautious": bool(use_cautious)}
         if name == "CAME8bit":
-            return Came.like("came8bit", params, **own, **options)
-        optimizer = Came.like("came-pytorch", params, **own, **options)
+            return Came.like("came8bit", params, **converted, **options)
+        optimizer = Came.like("came-pytorch", params, **converted, **options)
 
         def keep(loaded: Any) -> None:
             for group in loaded.param_groups:
-                group.update(own)
+                group.update(converted)
 
         optimizer.register_load_state_dict_post_hook(keep)  # checkpoints of their CAME do not have these two
         return optimizer

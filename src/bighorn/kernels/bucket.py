@@ -107,9 +107,9 @@ class Shard:
                 runs.append((size, stride))
         return runs
 
-    def of_slice(self, here: bool) -> Shard:
-        """Return the shard of a slice along dim 0: the box without that dim, or an empty one if not `here`."""
-        size, offset = (self.size[1:], self.offset[1:]) if here else ((0,) * (len(self.shape) - 1),) * 2
+    def of_slice(self, on_this_rank: bool) -> Shard:
+        """Return the shard of a slice along dim 0: the box without that dim, or an empty one if not `on_this_rank`."""
+        size, offset = (self.size[1:], self.offset[1:]) if on_this_rank else ((0,) * (len(self.shape) - 1),) * 2
         return Shard(self.shape[1:], size, offset, frozenset(dim - 1 for dim in self.split if dim))
 
     def splits(self, dims: Iterable[int]) -> bool:
@@ -201,8 +201,8 @@ class Bucket(Generic[Options]):
             kernels only read them. None for a slot that takes no part in this step: its parameter, state, step count
             and metrics do not change. Slices of one parameter take part together. The gradients of a slot have the
             same dtype until `refresh`.
-        known: A list of gradients, and their addresses, 0 for None. They belong to this step if the list is `grads`,
-            and a kernel that reads the pair has both of one step, also while another thread binds others.
+        grad_addresses: A list of gradients, and their addresses, 0 for None. They belong to this step if the list is
+            `grads`, and a kernel that reads the pair has both of one step, also while another thread binds others.
         shards: Each slot's shard of the whole tensor, also for its gradient; empty if every slot is whole. A tensor of
             the state has some of its parameter's dims, and is sharded along these as the parameter is.
         param_ids: One 32-bit number per slot, the same for all slots of a parameter, from which its random bits derive.
@@ -216,7 +216,7 @@ class Bucket(Generic[Options]):
     unique_steps: list[Tensor]
     metrics: Tensor
     grads: list[Any] = field(default_factory=list)
-    known: tuple[list[Any], list[int]] = ([], [])
+    grad_addresses: tuple[list[Any], list[int]] = ([], [])
     shards: list[Shard] = field(default_factory=list)
     param_ids: list[int] = field(default_factory=list)
     slot_offsets: list[int] = field(default_factory=list)

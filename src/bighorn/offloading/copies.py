@@ -57,13 +57,13 @@ class AcceleratorCopies:
         """Begin to copy (host, device) pairs to the host, after the work on this thread's current stream."""
         self._outward.wait_stream(torch.accelerator.current_stream(self._device))
         with self._outward:
-            for host, here in pairs:
-                host.copy_(here, non_blocking=True)
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
         return self._outward.record_event()
 
     def to_device(self, pairs: Pairs) -> Arrival:
         """Begin to copy (host, device) pairs to the device. The host has waited for all readers of the old values."""
         with self._inward:
-            for host, here in pairs:
-                here.copy_(host, non_blocking=True)
+            for host, device in pairs:
+                device.copy_(host, non_blocking=True)
         return self._inward.record_event()

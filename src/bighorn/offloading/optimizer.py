@@ -97,10 +97,10 @@ class OffloadedOptimizer(Optimizer):
 
     def _register(self) -> None:
         # A weak reference: Python's garbage collector does not see what a parameter's hooks reference (torch 2.13).
-        mine = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def on_grad(tensor: Tensor) -> None:
-            if (optimizer := mine()) is not None:
+            if (optimizer := reference()) is not None:
                 optimizer._on_grad(tensor)
 
         trained = [param.device for param in self._params.values() if param.device.requires_grad]
@@ -285,8 +285,8 @@ class OffloadedOptimizer(Optimizer):
             if not self._current.in_pass:
                 self._end_last_step()
                 self._current.in_pass = True
-                mine = weakref.ref(self)
-                Variable._execution_engine.queue_callback(lambda: _end_backward(mine))
+                reference = weakref.ref(self)
+                Variable._execution_engine.queue_callback(lambda: _end_backward(reference))
             self._send_grad(self._params[id(tensor)])
         except BaseException:
             tensor.grad = None  # or the next backward would add to it
@@ -397,8 +397,8 @@ class OffloadedOptimizer(Optimizer):
                 param.note_equal()
 
 
-def _end_backward(mine: weakref.ref[OffloadedOptimizer]) -> None:
-    if (optimizer := mine()) is not None:
+def _end_backward(reference: weakref.ref[OffloadedOptimizer]) -> None:
+    if (optimizer := reference()) is not None:
         optimizer._end_backward()
 
 

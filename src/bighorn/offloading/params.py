@@ -89,12 +89,12 @@ class OffloadedParam:
 
     def checked_grad(self) -> Tensor:
         """Return this rank's shard of the gradient on the device; raise if it does not fit, or the model has moved."""
-        here = self._local(self.device)
-        if (here.device, here.dtype, here.shape) != (self.origin, self.weights.dtype, self.weights.shape):
+        shard = self._local(self.device)
+        if (shard.device, shard.dtype, shard.shape) != (self.origin, self.weights.dtype, self.weights.shape):
             raise RuntimeError(
                 f"{self.label} was offloaded from {self.origin} as {self.weights.dtype} of shape "
-                f"{tuple(self.weights.shape)}, and is on {here.device}, {here.dtype} of shape {tuple(here.shape)} now: "
-                "move and convert the model first, then make the optimizer and offload it"
+                f"{tuple(self.weights.shape)}, and is on {shard.device}, {shard.dtype} of shape {tuple(shard.shape)} "
+                "now: move and convert the model first, then make the optimizer and offload it"
             )
 
         grad = self.device.grad
@@ -130,12 +130,12 @@ def offloaded_params(
         masters: Whether 16-bit weights have masters in float32.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    here = [sharding.local(param.detach()) for param in params]
+    shards = [sharding.local(param.detach()) for param in params]
     dtypes = [getattr(param, "grad_dtype", None) or param.dtype for param in params]
-    weights = slots(here, [param.dtype for param in params], copies)
+    weights = slots(shards, [param.dtype for param in params], copies)
     # Optimizers of torch want gradients of their parameter's dtype, and so do parameters before torch 2.10.
     wide = masters and not (isinstance(optimizer, BighornOptimizer) and hasattr(Tensor, "grad_dtype"))
-    grads = slots(here, [torch.promote_types(dtype, torch.float32) if wide else dtype for dtype in dtypes], copies)
+    grads = slots(shards, [torch.promote_types(dtype, torch.float32) if wide else dtype for dtype in dtypes], copies)
     names = {id(param): name for name, param in model.named_parameters()}
     labels = [names.get(id(param), f"parameter {number} of the optimizer") for number, param in enumerate(params)]
     made = iter(list(map(_offloaded, params, weights, grads, dtypes, labels, [masters] * len(params))))
@@ -250,6 +250,6 @@ class SharedOptions:
 
     def _show(self) -> None:
         for outer, inner in zip(self._groups, self._optimizer.param_groups, strict=True):
-            own = {name for name, value in outer.items() if isinstance(value, Tensor)} | {"params"}
-            outer.update({name: value for name, value in inner.items() if name not in own})
+            kept = {name for name, value in outer.items() if isinstance(value, Tensor)} | {"params"}
+            outer.update({name: value for name, value in inner.items() if name not in kept})
         self._seen = [dict(group) for group in self._groups]

@@ -75,10 +75,10 @@ def team() -> tuple[int, str]:
     """
     if asked := os.environ.get("BIGHORN_NUM_THREADS"):
         return _number("BIGHORN_NUM_THREADS", asked), "BIGHORN_NUM_THREADS"
-    here, processes = cores(), _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    available, processes = cores(), _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes == 1:
-        return here, f"all {here} cores"
-    return max(1, here // processes), f"a share of {here} cores for each of {processes} processes"
+        return available, f"all {available} cores"
+    return max(1, available // processes), f"a share of {available} cores for each of {processes} processes"
 
 
 def _number(name: str, value: str) -> int:

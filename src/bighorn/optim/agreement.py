@@ -25,7 +25,7 @@ def by_ranks(entries: Iterable[Entry]) -> EntriesOfRanks:
         if entry.ranks is not None:
             key = entry.ranks if isinstance(entry.ranks, FlatGroup) else entry.ranks.mesh
             found.setdefault(key, []).append(entry)
-    pairs = [(_ranks(mine), mine) for mine in found.values()]
+    pairs = [(_ranks(members), members) for members in found.values()]
     return dict(sorted(pairs, key=lambda pair: pair[0].order))
 
 
@@ -43,8 +43,8 @@ def check_agreement(entries: list[Entry], groups: list[Group], options: Iterable
             on meshes with different ranks, and a norm of all gradients needs a process group.
     """
     names = list(options)
-    for ranks, mine in by_ranks(entries).items():
-        ranks.check_same(described(mine, groups, names, settings))
+    for ranks, members in by_ranks(entries).items():
+        ranks.check_same(described(members, groups, names, settings))
     settings.refuse_apart(entry.holders for entry in entries)
 
 
@@ -57,7 +57,7 @@ class Presence:
 
     def __init__(self, entries: list[Entry]) -> None:
         self._labels = {
-            ranks: [(id(entry.param), entry.label) for entry in mine] for ranks, mine in by_ranks(entries).items()
+            ranks: [(id(entry.param), entry.label) for entry in members] for ranks, members in by_ranks(entries).items()
         }
         self.stepped_alone: dict[RankSums, None] = {}
         """The ranks with which single parameters were stepped, inside backward."""

@@ -106,13 +106,13 @@ class Algorithm(ABC, Generic[Options]):
     passed_on: ClassVar[tuple[str, ...]]
     """The options that kernels receive unchanged from the group."""
 
-    known: ClassVar[dict[str, type[Algorithm[Any]]]] = {}
+    by_name: ClassVar[dict[str, type[Algorithm[Any]]]] = {}
     """All algorithms by name: messages about unknown options and other checkpoints name their classes."""
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "name"):
             return  # a base of algorithms
-        Algorithm.known[cls.name] = cls
+        Algorithm.by_name[cls.name] = cls
         checks = checks_of(cls.kernel_options_type)
         # The options of groups come first, as in messages, and their checks take precedence.
         cls.options = {**cls.group_options, **checks, **cls.group_options}

@@ -83,9 +83,9 @@ class Format:
         joined = {option: tuple(group[key] for key in keys) for option, keys in self.joined.items()}
         return {key: value for options in [*converted, joined, self.adds] for key, value in options.items()}
 
-    def others(self, group: Group, here: Group) -> list[str]:
+    def others(self, group: Group, target: Group) -> list[str]:
         """The keys of a group that are neither of this format nor of the group into which it is loaded."""
-        return [key for key in group if key not in {*NO_OPTIONS, "initial_lr", *here, *self._gone}]
+        return [key for key in group if key not in {*NO_OPTIONS, "initial_lr", *target, *self._gone}]
 
     @property
     def _gone(self) -> set[str]:

@@ -45,9 +45,9 @@ def check_structure(state_dict: object) -> None:
     for param in params:
         if not isinstance(param, Hashable):
             raise ValueError(f"state_dict is damaged: its params hold {param!r}, where an index or a name must be")
-    known = set(params)
+    members = set(params)
     for param, state in states.items():
-        if param not in known:
+        if param not in members:
             raise ValueError(
                 f"state_dict is damaged: it has a state of {param!r}, which is in none of its param_groups"
             )
@@ -80,7 +80,7 @@ def converted(
     if row.algorithm != algorithm.name:
         raise ValueError(
             f"state_dict is a checkpoint of {row.name}, whose state is not {algorithm.class_name}'s: load it into "
-            f"{Algorithm.known[row.algorithm].class_name}, or load only the model and start the optimizer afresh"
+            f"{Algorithm.by_name[row.algorithm].class_name}, or load only the model and start the optimizer afresh"
         )
     ours = [row.group(group) for group in groups]
     states = dict(state_dict["state"])
@@ -110,20 +110,20 @@ def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str
     theirs = [[unwrapped(name, prefix) for name in names_in(group)] for group in groups]
     ours = [names_in(group) for group in current]
     keys = [key for group in groups for key in group["params"]]
-    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, current))
-    named = [*map(len, theirs), *map(len, ours)] == [*sizes, *own_sizes]
+    sizes, model_sizes = ([len(group["params"]) for group in each] for each in (groups, current))
+    named = [*map(len, theirs), *map(len, ours)] == [*sizes, *model_sizes]
     if not named or any(isinstance(key, str) for key in keys):
         return state_dict
-    names, own = (list(itertools.chain.from_iterable(each)) for each in (theirs, ours))
-    if len(set(own)) == len(own) == len(names) and set(own) == set(names):
+    names, model_names = (list(itertools.chain.from_iterable(each)) for each in (theirs, ours))
+    if len(set(model_names)) == len(model_names) == len(names) and set(model_names) == set(names):
         return _by_name(state_dict, theirs, current)
-    if sizes != own_sizes:
+    if sizes != model_sizes:
         return state_dict  # torch refuses it
     # Groups may hold models with equal names, each in the same place.
-    if all(len(set(mine)) == len(mine) and set(mine) == set(other) for mine, other in zip(ours, theirs, strict=True)):
+    if all(len(set(each)) == len(each) and set(each) == set(other) for each, other in zip(ours, theirs, strict=True)):
         pairs = zip(groups, theirs, ours, strict=True)
-        return {**state_dict, "param_groups": [_ordered(group, names, mine) for group, names, mine in pairs]}
-    differing = [f"{name!r} for {mine!r}" for name, mine in zip(names, own, strict=True) if name != mine]
+        return {**state_dict, "param_groups": [_ordered(group, names, order) for group, names, order in pairs]}
+    differing = [f"{saved!r} for {name!r}" for saved, name in zip(names, model_names, strict=True) if saved != name]
     if differing and all(len(set(each)) == len(each) for each in theirs):  # other groups are refused
         warnings.warn(
             f"state_dict has other parameter names than the model, so its state is loaded by position: "
@@ -133,10 +133,10 @@ def in_model_order(state_dict: dict[str, Any], current: list[Group]) -> dict[str
     return state_dict
 
 
-def _ordered(group: Group, names: list[str], own: list[str]) -> Group:
+def _ordered(group: Group, names: list[str], order: list[str]) -> Group:
     """Return a saved group with its parameters in the order of the model's names."""
     keys = dict(zip(names, group["params"], strict=True))
-    return {**group, "params": [keys[name] for name in own]}
+    return {**group, "params": [keys[name] for name in order]}
 
 
 def _by_name(state_dict: dict[str, Any], names: list[list[str]], current: list[Group]) -> dict[str, Any]:
@@ -148,21 +148,21 @@ def _by_name(state_dict: dict[str, Any], names: list[list[str]], current: list[G
     empty = iter([group for group in groups if not group["params"]])
     ours: list[Group] = []
     for index, group in enumerate(current):
-        mine = names_in(group)
-        numbers = dict.fromkeys(saved[name][0] for name in mine)
-        sources = [groups[i] for i in numbers] if mine else list(itertools.islice(empty, 1))
-        whole = sum(len(names[i]) for i in numbers) == len(mine)
+        group_names = names_in(group)
+        numbers = dict.fromkeys(saved[name][0] for name in group_names)
+        sources = [groups[i] for i in numbers] if group_names else list(itertools.islice(empty, 1))
+        whole = sum(len(names[i]) for i in numbers) == len(group_names)
         if sources and whole and all(_options(each) == _options(sources[0]) for each in sources):
             found = sources[0]
         else:
             found = {**group, COUNT: max([group[COUNT], *(each.get(COUNT, 0) for each in sources)])}
             if any(_options({**group, **each}) != _options(group) for each in sources):
                 warnings.warn(
-                    f"the parameters of param_groups[{index}] ({shortened(mine)}) were saved in other groups, with "
-                    "other options: each gets its state, and the options of the group stay as they are",
+                    f"the parameters of param_groups[{index}] ({shortened(group_names)}) were saved in other groups, "
+                    "with other options: each gets its state, and the options of the group stay as they are",
                     stacklevel=4,
                 )
-        ours.append({**found, "params": [saved[name][1] for name in mine], "param_names": mine})
+        ours.append({**found, "params": [saved[name][1] for name in group_names], "param_names": group_names})
     return {**state_dict, "param_groups": ours}
 
 
@@ -232,8 +232,8 @@ def loaded_states(
                 if "step" not in states[param]:
                     _refuse_strange(states[param], algorithm.state_spec(group, param), what)
                 spec = of_flat[position] if position in of_flat else algorithm.state_spec(group, param)
-                here, forms = local_view(param), algorithm.forms
-                states[param] = init_or_validate_state(param, here, spec, states[param], forms, what)
+                view, forms = local_view(param), algorithm.forms
+                states[param] = init_or_validate_state(param, view, spec, states[param], forms, what)
                 steps = max(steps, float(states[param]["step"]))
         group.setdefault(COUNT, int(steps))  # checkpoints of other optimizers only count per parameter
     return states
@@ -259,9 +259,9 @@ def _detected(groups: Any, states: Mapping[Any, Any]) -> Format | None:
 
 def _refuse_unknown_format(groups: Iterable[Group], current: Iterable[Group]) -> None:
     """Raise for groups without our keys that hold a key besides options: the state may have another meaning."""
-    known = {*NO_OPTIONS, *(key for group in current for key in group)}
+    allowed = {*NO_OPTIONS, *(key for group in current for key in group)}
     for index, group in enumerate(groups):
-        strange = [repr(key) for key in group if key not in known]
+        strange = [repr(key) for key in group if key not in allowed]
         if strange and not any(key in group for key in NOT_FOREIGN):
             raise ValueError(
                 f"the loaded param_groups[{index}] holds {' and '.join(strange[:2])}, unknown here, and no key of "
@@ -283,17 +283,17 @@ def _note(row: Format, groups: list[Group], current: Iterable[Group], max_grad_n
     if row.adds:
         renamed.append(f"its state means {_listed(row.adds)}")
     differing = [
-        f"{name}={here[name]!r} stays, where {row.name} has {' or '.join(map(repr, values))}"
-        for group, here in zip(groups, current, strict=False)
+        f"{name}={target[name]!r} stays, where {row.name} has {' or '.join(map(repr, values))}"
+        for group, target in zip(groups, current, strict=False)
         for name, values in row.implied.items()
-        if name not in row.group(group) and here[name] not in values
+        if name not in row.group(group) and target[name] not in values
     ]
     differing += [
         f"max_grad_norm={group['max_grad_norm']!r} is for the constructor, which was given {max_grad_norm!r}"
         for group in groups
         if "max_grad_norm" not in row.left_out and group.get("max_grad_norm", max_grad_norm) != max_grad_norm
     ]
-    kept = [repr(key) for group, here in zip(groups, current, strict=False) for key in row.others(group, here)]
+    kept = [repr(key) for group, target in zip(groups, current, strict=False) for key in row.others(group, target)]
     if kept:
         differing.append(f"{' and '.join(_each_once(kept))} of its groups are kept, and change no step here")
     if row.unsaved:

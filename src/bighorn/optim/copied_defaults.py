@@ -30,17 +30,17 @@ def without_copied(unknown: Mapping[str, Any], group_only: Mapping[str, Any]) ->
 
 def remember(optimizer: Any, copied: bool) -> None:
     """Remember an optimizer whose `defaults` do not hold all of its options; warn if it is a copy that lost some."""
-    mine = _not_in_defaults(optimizer)
+    absent = _not_in_defaults(optimizer)
     others = [*_INCOMPLETE] if copied else []
     alike = [each for each in others if type(each) is type(optimizer) and _fixed(each) == _fixed(optimizer)]
-    lost = [name for name in _not_in_defaults(alike[-1]) if name not in mine] if alike else []
+    lost = [name for name in _not_in_defaults(alike[-1]) if name not in absent] if alike else []
     if lost:
         warnings.warn(
             f"{shortened(lost, 9)} of the optimizer whose options were copied are lost, since its defaults do not "
             "hold them: pass them again",
             stacklevel=6,  # at the call of Lamb or Came, above two constructors and torch's two wrappers
         )
-    if mine:
+    if absent:
         _INCOMPLETE[optimizer] = None
 
 

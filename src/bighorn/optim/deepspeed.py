@@ -61,13 +61,13 @@ def _layout_of(params: Sequence[Tensor], names: Sequence[str], flat: Tensor) -> 
         group, mapping = param._dp_group, param._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:
             continue
-        there, here = mapping.hp_fragment_address, mapping.lp_fragment_address
-        own = flat[there.start : there.start + there.numel]
-        if own.data_ptr() != mapping.hp_fragment.data_ptr() or own.shape != mapping.hp_fragment.shape:
+        high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
+        fragment = flat[high.start : high.start + high.numel]
+        if fragment.data_ptr() != mapping.hp_fragment.data_ptr() or fragment.shape != mapping.hp_fragment.shape:
             raise ValueError(
                 f"DeepSpeed's map of {name} belongs to another tensor than the one in its group: do not replace the "
                 "parameters of the groups after deepspeed.initialize"
             )
         shape = tuple(param.shape)
-        fragments.append(Fragment(name, shape, there.numel, start=there.start, offset=here.start))
+        fragments.append(Fragment(name, shape, high.numel, start=high.start, offset=low.start))
     return FlatLayout([fragments], group)

@@ -36,7 +36,7 @@ def parameters(groups: list[Group]) -> Iterator[tuple[int, int, Tensor]]:
     )
 
 
-KnownTraits = dict[tuple[int, torch.Size, torch.dtype], ParamTraits]
+TraitsCache = dict[tuple[int, torch.Size, torch.dtype], ParamTraits]
 """Traits by group index, shape and dtype, which many parameters of a model share."""
 
 
@@ -46,9 +46,9 @@ def entry_of(
     indices: tuple[int, int],
     algorithm: Algorithm[Any],
     settings: Settings,
-    known: KnownTraits | None = None,
+    cache: TraitsCache | None = None,
 ) -> Entry:
-    """Return the entry of a parameter with these indices; `known` collects the traits of several parameters.
+    """Return the entry of a parameter with these indices; `cache` collects the traits of several parameters.
 
     Raises:
         ValueError: The parameter cannot be optimized with the group's options, or the group's parameters were replaced.
@@ -62,11 +62,11 @@ def entry_of(
     name = group["param_names"][position] if "param_names" in group else None
     centres = param.dim() - group["stacked"] >= CENTRED_FROM[group["grad_centralization"]]
     whole, label = whole_view(param), label_of(index, position, group.get("param_names"))
-    known, key = {} if known is None else known, (index, whole.shape, param.dtype)
-    if key not in known:
+    cache, key = {} if cache is None else cache, (index, whole.shape, param.dtype)
+    if key not in cache:
         algorithm.refuse_unfit(group, param, label)
-        known[key] = algorithm.traits_of(group, whole)
-    traits = known[key]
+        cache[key] = algorithm.traits_of(group, whole)
+    traits = cache[key]
     variant = Variant(
         group=index,
         decays=not excludes(settings.exclude_from_weight_decay, name, param, group["stacked"]),
@@ -112,11 +112,11 @@ def entries_of(
     Raises:
         ValueError: As for `entry_of`.
     """
-    known: KnownTraits = {}
+    cache: TraitsCache = {}
     for index, position, param in parameters:
         held = flat[index]
         if held is None:
-            yield entry_of(param, groups[index], (index, position), algorithm, settings, known)
+            yield entry_of(param, groups[index], (index, position), algorithm, settings, cache)
         elif position == 0:
             yield from _flat_entries(groups[index], index, held, algorithm, settings)
 

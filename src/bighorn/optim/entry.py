@@ -53,7 +53,7 @@ class Entry:
     @property
     def slot_shard(self) -> Shard | None:
         """The shard of the parameter, or of the slices of a stacked one; None if this rank holds all of it."""
-        return self.shard.of_slice(here=True) if self.shard and self.stacked else self.shard
+        return self.shard.of_slice(on_this_rank=True) if self.shard and self.stacked else self.shard
 
     def local(self) -> Tensor:
         """Return this rank's part of the parameter, as a real tensor in the same memory."""

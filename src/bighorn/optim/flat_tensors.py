@@ -114,16 +114,16 @@ def fragments(held: FlatParams, group: Group, algorithm: Algorithm[Any]) -> list
     for i in sorted(range(len(wholes)), key=lambda i: held.params[i].span.start):
         each, state = held.params[i], {}
         shard, spec = each.shard(by_rows=algorithm.shape_of(group, wholes[i])[0]), of_tensors[each.tensor]
-        here = FlatView(each.span, shard.held)
+        view = FlatView(each.span, shard.held)
         for name, kept in specs[i].items():
             if name in in_place:
-                state[name], spec[name] = here, StateTensorSpec(kept.dtype, (0,))
+                state[name], spec[name] = view, StateTensorSpec(kept.dtype, (0,))
                 continue
             shape = shard.held if name in full[i] else tuple(shard.size[dim] for dim in kept.dims)
             start = spec[name].numel or 0 if name in spec else 0
             end = start + math.prod(shape)
             state[name], spec[name] = FlatView(slice(start, end), shape), StateTensorSpec(kept.dtype, (0,), numel=end)
-        found[i] = PlacedFragment(shard, here, state, spec)
+        found[i] = PlacedFragment(shard, view, state, spec)
     return [found[i] for i in range(len(found))]
 
 

@@ -120,16 +120,16 @@ class KernelOptimizer(Reports):
         arguments = {**self.defaults, **self._default_schedules, **vars(self._settings), "names": None}
         arguments["grad_norm_group"] = process_group if self._settings.needs_all_grads else None
         part = type(self).__new__(type(self))
-        own = [record.scheduled for record in self._records.each]
-        mine = [self._as_given(group, scheduled) for group, scheduled in zip(groups, own, strict=True)]
-        KernelOptimizer.__init__(part, mine, arguments, {}, partial=True)
+        schedules = [record.scheduled for record in self._records.each]
+        given = [self._as_given(group, scheduled) for group, scheduled in zip(groups, schedules, strict=True)]
+        KernelOptimizer.__init__(part, given, arguments, {}, partial=True)
         return part
 
     def _as_given(self, group: dict[str, Any], scheduled: ScheduledOptions) -> dict[str, Any]:
         """Return a group with its schedules instead of their present values, and without those that are the default."""
-        own = {name: option.schedule for name, option in scheduled.items()}
-        default = [name for name in own if own[name] is self._default_schedules.get(name)]
-        return {name: value for name, value in (group | own).items() if name not in default}
+        schedules = {name: option.schedule for name, option in scheduled.items()}
+        default = [name for name in schedules if schedules[name] is self._default_schedules.get(name)]
+        return {name: value for name, value in (group | schedules).items() if name not in default}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own.
@@ -301,9 +301,9 @@ class KernelOptimizer(Reports):
 
     def __getstate__(self) -> dict[str, Any]:
         # The groups hold the names; a module here would be copied with the optimizer.
-        own = {name: self.__dict__[name] for name in ("_default_schedules", "_prefix")}
+        attributes = {name: self.__dict__[name] for name in ("_default_schedules", "_prefix")}
         each = [(record.scheduled, record.flat) for record in self._present_records()]
-        return {**super().__getstate__(), **own, "_each": each, "_settings": replace(self._settings, names=None)}
+        return {**super().__getstate__(), **attributes, "_each": each, "_settings": replace(self._settings, names=None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. Each state tensor keeps the dtype that is declared for it.
@@ -337,12 +337,12 @@ class KernelOptimizer(Reports):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Check and set a state, and drop the plans; load_state_dict, deepcopy and unpickling call this."""
-        mine, copied = self.__dict__, state.pop("_each", None)  # empty while unpickling; None in load_state_dict
+        attributes, copied = self.__dict__, state.pop("_each", None)  # empty while unpickling; None in load_state_dict
         old = self._records.of(self.param_groups) if copied is None else [GroupRecord({}, *each) for each in copied]
         defaults = state["defaults"] if "defaults" in state else self.defaults  # noqa: SIM401 - may not exist yet
-        current = mine.get("param_groups", state["param_groups"])
+        current = attributes.get("param_groups", state["param_groups"])
         groups = [
-            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, mine.get("_settings"))
+            param_groups.loaded(i, group, {**defaults, **current[i]}, self.algorithm, attributes.get("_settings"))
             for i, group in enumerate(state["param_groups"])
         ]
         states = loaded_states(groups, [record.flat for record in old], state["state"], self.algorithm)

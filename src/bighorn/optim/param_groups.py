@@ -102,8 +102,8 @@ def follow_names(groups: list[Group], name_of: dict[int, str]) -> None:
 
 def loaded_prefix(groups: list[Group], current: list[Group]) -> str:
     """The prefix that wrappers add to the names in a checkpoint and not to the current names."""
-    loaded, own = ([name for group in each for name in names_in(group)] for each in (groups, current))
-    return "" if loaded == own else common_prefix(loaded).removeprefix(common_prefix(own))
+    saved_names, names = ([name for group in each for name in names_in(group)] for each in (groups, current))
+    return "" if saved_names == names else common_prefix(saved_names).removeprefix(common_prefix(names))
 
 
 def joining(
@@ -135,8 +135,8 @@ def joining(
         raise TypeError(f"a parameter group must be a dict, not {type(given).__name__}")
     if "params" not in given:
         raise ValueError("a parameter group must have the key 'params'")
-    group = settings.without_own(given)
-    settings.refuse_own(group, f"param_groups[{index}]")
+    group = settings.without_copies(given)
+    settings.refuse_in_group(group, f"param_groups[{index}]")
     for key in [key for key in group if str(key).lower() in NOT_ADAPTED and "adapt" in algorithm.options]:
         if truth(key, group.pop(key)) == NOT_ADAPTED[key.lower()]:
             group["adapt"] = False
@@ -204,14 +204,14 @@ def check_keys(group: Group, algorithm: Algorithm[Any], where: str, *, given: bo
             refuse_unknown([key], options, where, foreign)
         if key.lower() in NOT_ADAPTED and "adapt" in options:
             raise TypeError(f"{where} got {key!r} after it was added, when nothing reads it: write adapt=False")
-        if others := dict.fromkeys(other.class_name for other in Algorithm.known.values() if key in other.options):
+        if others := dict.fromkeys(other.class_name for other in Algorithm.by_name.values() if key in other.options):
             raise TypeError(
                 f"{where} got {key!r}, an option of {' and '.join(others)} but not of this optimizer: remove it, or "
                 f"use {' or '.join(others)}"
             )
-        for known in (options, [*options, *CHECKS]):
-            if misspells(key, known):
-                refuse_unknown([key], known, where)
+        for allowed in (options, [*options, *CHECKS]):
+            if misspells(key, allowed):
+                refuse_unknown([key], allowed, where)
 
 
 def refuse_vectors(group: Group) -> None:
@@ -279,7 +279,7 @@ def loaded(index: int, group: Group, current: Group, algorithm: Algorithm[Any], 
     """
     try:
         if settings and not group.keys().isdisjoint(OF_THE_WHOLE):
-            group = settings.without_own(group)
+            group = settings.without_copies(group)
         group = {
             VERSION: FORMAT,
             **{name: current[name] for name in algorithm.options},

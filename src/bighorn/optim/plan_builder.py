@@ -58,13 +58,13 @@ def build(
             serve one.
     """
     indices = {id(param): index for index, param in enumerate(params)}
-    here = list(map(sharding.local, grads))
+    local_grads = list(map(sharding.local, grads))
     builder = PlanBuilder(options, init_state, backend)
     for entry in entries:
         index = indices[id(entry.param)]
         _check_grad(entry, grads[index])
-        builder.add(entry, index, here[index])
-    plan = builder.plan(here, options_version)
+        builder.add(entry, index, local_grads[index])
+    plan = builder.plan(local_grads, options_version)
     states = [builder.states.get(index, {}) for index in range(len(params))]
     return plan, states
 

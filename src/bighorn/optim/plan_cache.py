@@ -121,23 +121,23 @@ class PlanCache:
     _params: int = 0
     """The number of parameters of all plans, or more."""
 
-    def find(self, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
+    def find(self, part: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> StepPlan | None:
         """Return the plan of these parameters, bound to this step's gradients, if its guards hold or can be renewed."""
-        key = tuple(map(id, mine.params))
+        key = tuple(map(id, part.params))
         plan, guards = self._plans.get(key, (None, None))
         if plan is None or guards is None:
             return None
-        inputs = GuardInputs.of(mine, groups, state)
-        complete = all(mine.present)
-        if complete and mine.plain:
+        inputs = GuardInputs.of(part, groups, state)
+        complete = all(part.present)
+        if complete and part.plain:
             plan.written = inputs.tensors
         else:
-            whole = inputs.states if mine.plain else [state[param] for param in mine.params]
-            plan.note_written(mine.params, mine.present, whole)
-        if guards.hold(inputs) and (given := guards.grad_addresses(inputs, mine.present, complete)) is not None:
+            whole = inputs.states if part.plain else [state[param] for param in part.params]
+            plan.note_written(part.params, part.present, whole)
+        if guards.hold(inputs) and (given := guards.grad_addresses(inputs, part.present, complete)) is not None:
             if plan.reads_tensors:
                 plan.fill(inputs.params, inputs.states)
-            plan.bind(inputs.grads, mine.present, given)
+            plan.bind(inputs.grads, part.present, given)
             return plan
         del self._plans[key]
         if (changed := guards.renewed(inputs)) is None:
@@ -145,21 +145,21 @@ class PlanCache:
         if changed:
             plan.expect(inputs.params, inputs.grads)
         plan.fill(inputs.params, inputs.states)
-        plan.refresh(inputs.grads, mine.present)
+        plan.refresh(inputs.grads, part.present)
         self._plans[key] = plan, guards
         return plan
 
     def keep(
-        self, plan: StepPlan, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any], most: int
+        self, plan: StepPlan, part: StepParams, groups: list[Group], state: Mapping[Tensor, Any], most: int
     ) -> None:
         """Store a plan; if the plans have more than `most` parameters, it is the only one then."""
-        self._params += len(mine.params)
+        self._params += len(part.params)
         if self._params > most:
             self._plans.clear()
-            self._params = len(mine.params)
-        inputs = GuardInputs.of(mine._replace(grads=[*expected(mine.params, mine.grads)]), groups, state)
-        guards = PlanGuards(inputs, [entry for param in mine.params for entry in state.get(param, {}).values()])
-        self._plans[tuple(map(id, mine.params))] = plan, guards
+            self._params = len(part.params)
+        inputs = GuardInputs.of(part._replace(grads=[*expected(part.params, part.grads)]), groups, state)
+        guards = PlanGuards(inputs, [entry for param in part.params for entry in state.get(param, {}).values()])
+        self._plans[tuple(map(id, part.params))] = plan, guards
 
 
 class GuardInputs(NamedTuple):
@@ -178,12 +178,12 @@ class GuardInputs(NamedTuple):
     """The addresses of these tensors."""
 
     @classmethod
-    def of(cls, mine: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
+    def of(cls, part: StepParams, groups: list[Group], state: Mapping[Tensor, Any]) -> GuardInputs:
         """Return the present values; of distributed tensors, the shards of this rank."""
-        params, grads, layouts = mine.params, mine.grads, None
+        params, grads, layouts = part.params, part.grads, None
         # The state is in the order of the parameters unless a program has changed it; looking it up takes longer.
         states = list(state.values()) if in_order(state, params) else [state[p] for p in params if p in state]
-        if not mine.plain:
+        if not part.plain:
             pairs = list(zip(params, grads, strict=True))
             layouts = [sharding.layout_of(param if grad is None else grad) for param, grad in pairs]
             params = list(map(sharding.local, params))

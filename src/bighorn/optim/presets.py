@@ -308,9 +308,9 @@ LarsPreset = Literal[
 
 def _instead(preset: Preset) -> Foreign:
     """The argument of a preset in its package; the remedy is the preset, or the option that makes it."""
-    own = {name: f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM}
-    remedy = " or ".join([f'use Lamb.like("{preset.name}", ...)', *own.values()])
-    return Foreign(preset.source.partition(",")[0], remedy, tuple(own))
+    assignments = {name: f"{name}={value!r}" for name, value in preset.options.items() if name not in _TIMM}
+    remedy = " or ".join([f'use Lamb.like("{preset.name}", ...)', *assignments.values()])
+    return Foreign(preset.source.partition(",")[0], remedy, tuple(assignments))
 
 
 ELSEWHERE: Mapping[str, Foreign] = {
@@ -330,12 +330,12 @@ def options(name: str, params: Iterable[Any], given: Options, presets: tuple[Pre
     Raises:
         ValueError: There is no such preset, or its argument in its own package is given and off.
     """
-    known = _by_name(presets)
+    by_name = _by_name(presets)
     for kind, others in {"Lamb": PRESETS, "Came": CAME_PRESETS, "Lars": LARS_PRESETS}.items():
-        if isinstance(name, str) and name not in known and name in _by_name(others):
+        if isinstance(name, str) and name not in by_name and name in _by_name(others):
             raise ValueError(f"name={name!r} is a preset of {kind}: use {kind}.like({name!r}, ...)")
-    choice(*known)("name", name)
-    preset = known[name]
+    choice(*by_name)("name", name)
+    preset = by_name[name]
     if preset.argument is not None and preset.argument in given:
         value = given[preset.argument]
         raise ValueError(f"preset {name!r} is {preset.argument}=True, got {value!r}: leave it out, or use 'apex'")

@@ -184,8 +184,8 @@ class Reports(Optimizer):
         kernels = _explained(entries, groups, self.algorithm, self._settings.backend)
         more = _options_of_groups(entries, scheduled, groups, self.algorithm, self._settings)
         lines: list[str] = []
-        for index, mine in sorted(kernels.items()):
-            lines += [*mine, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
+        for index, group_lines in sorted(kernels.items()):
+            lines += [*group_lines, *([f"  options of group {index}: {more[index]}"] if index in more else [])]
         return "\n".join(lines)
 
 
@@ -204,8 +204,8 @@ def _written(kind: type, groups: Sequence[Group], scheduled: Sequence[ScheduledO
     base = next(each for each in kind.__mro__ if "algorithm" in vars(each))
     defaults = {name: parameter.default for name, parameter in inspect.signature(base).parameters.items()}
     defaults |= base.algorithm.group_only  # type: ignore[attr-defined]  # found by this attribute
-    own = [f"{name}={_short(value)}" for name, value in vars(settings).items() if _differs(value, defaults.get(name))]
-    lines = [f"{kind.__name__}({', '.join(own)})"]
+    whole = [f"{name}={_short(value)}" for name, value in vars(settings).items() if _differs(value, defaults.get(name))]
+    lines = [f"{kind.__name__}({', '.join(whole)})"]
     for index, group in enumerate(groups):
         schedules = {name: option.schedule for name, option in scheduled[index].items()} if scheduled else {}
         values = {name: value for name, value in (group | schedules).items() if name in defaults and name != "params"}

@@ -87,7 +87,7 @@ class Settings:
                 "them: leave it out, or step afterwards (torchtune: optimizer_in_bwd=False)"
             )
 
-    def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
+    def without_copies(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a group without options that equal these, which ZeroRedundancyOptimizer writes into every group."""
         return {name: value for name, value in group.items() if not self._writes(name, value)}
 
@@ -110,7 +110,7 @@ class Settings:
             "give the ranks as grad_norm_group=torch.distributed.group.WORLD"
         )
 
-    def refuse_own(self, group: dict[str, Any], what: str) -> None:
+    def refuse_in_group(self, group: dict[str, Any], what: str) -> None:
         """Raise if one of these options was written into a group, where it would have no effect."""
         if group.get("grad_norm_group") is not None:
             raise ValueError(
@@ -118,7 +118,7 @@ class Settings:
                 "use bighorn.shard_update(optimizer), or give functools.partial(Lamb, grad_norm_group=...) to "
                 "ZeroRedundancyOptimizer"
             )
-        for name in OF_THE_WHOLE & self.without_own(group).keys():
+        for name in OF_THE_WHOLE & self.without_copies(group).keys():
             raise ValueError(
                 f"{what} has {name}={group[name]!r}, which belongs to the whole optimizer and changes nothing there: "
                 "give it to the constructor, and remove it from the group"
@@ -142,9 +142,9 @@ class Settings:
             return
         others = [] if self.names is None else list(names_of(self.names).values())
         prefix = common_prefix(others)
-        known = list(dict.fromkeys([*names, *(unwrapped(name, prefix) for name in others)]))
+        all_names = list(dict.fromkeys([*names, *(unwrapped(name, prefix) for name in others)]))
         for option in EXCLUSIONS:
-            check_matches(option, getattr(self, option), known)
+            check_matches(option, getattr(self, option), all_names)
 
     def refuse_apart(self, holders: Iterable[list[int] | None]) -> None:
         """Raise if parameters are on meshes with different ranks, whose norms over all gradients would differ.

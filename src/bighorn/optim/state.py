@@ -198,8 +198,8 @@ def requantized(
             values = out[name] = codec.dequantize(forms, name, state, whole)
             del out[f"{name}_scale"]
         if new is not None and values.is_floating_point() and values.shape == shape:
-            mine = {key: spec[key] for key in (name, f"{name}_scale")}
-            made = codec.quantize(forms, name, values, {**out, **mine})
+            moment_spec = {key: spec[key] for key in (name, f"{name}_scale")}
+            made = codec.quantize(forms, name, values, {**out, **moment_spec})
             out |= {key: value.view(spec[key].shape) for key, value in made.items()}
     return out
 

@@ -50,7 +50,7 @@ WHOLE = Parts()
 class NewPlan(NamedTuple):
     """A plan that a step has built."""
 
-    mine: StepParams
+    part: StepParams
     plan: StepPlan
     states: dict[Tensor, Any]
     """The states of its parameters, which the optimizer does not have yet."""
@@ -114,33 +114,33 @@ class Steps:
             self.presence = Presence(entries)
         self.agreed = True
 
-    def new_plan(self, mine: StepParams, state: Mapping[Tensor, Any], indices: Indices) -> NewPlan:
+    def new_plan(self, part: StepParams, state: Mapping[Tensor, Any], indices: Indices) -> NewPlan:
         """Return a plan, its parameters, and their states.
 
         A parameter without a gradient may have been freed or replaced meanwhile. It must not prevent the step of the
         others, so the plan is built without it in that case.
         """
         try:
-            return self._build(mine, state, indices)
+            return self._build(part, state, indices)
         except (RuntimeError, ValueError):
-            present = mine.with_grad()
-            if len(present.params) == len(mine.params):
+            present = part.with_grad()
+            if len(present.params) == len(part.params):
                 raise
             return self._build(present, state, indices)
 
-    def _build(self, mine: StepParams, state: Mapping[Tensor, Any], indices: Indices) -> NewPlan:
-        entries = list(self._entries((*indices[id(param)], param) for param in mine.params))
+    def _build(self, part: StepParams, state: Mapping[Tensor, Any], indices: Indices) -> NewPlan:
+        entries = list(self._entries((*indices[id(param)], param) for param in part.params))
         options, version = self.options_of({entry.variant for entry in entries}), self.options_version
-        grads, backend = expected(mine.params, mine.grads), self.settings.backend
+        grads, backend = expected(part.params, part.grads), self.settings.backend
 
         def init_state(entry: Entry, dense: Tensor) -> dict[str, Any]:
             before = state.get(entry.param, {})
             return init_or_validate_state(entry.param, dense, entry.spec, before, self.algorithm.forms, entry.label)
 
-        plan, states = plan_builder.build(mine.params, grads, entries, options, version, init_state, backend)
-        plan.bind([grad if grad is None else sharding.local(grad) for grad in mine.grads], mine.present)
-        plan.note_written(mine.params, mine.present, states)
-        return NewPlan(mine, plan, dict(zip(mine.params, states, strict=True)))
+        plan, states = plan_builder.build(part.params, grads, entries, options, version, init_state, backend)
+        plan.bind([grad if grad is None else sharding.local(grad) for grad in part.grads], part.present)
+        plan.note_written(part.params, part.present, states)
+        return NewPlan(part, plan, dict(zip(part.params, states, strict=True)))
 
     def _entries(self, params: Iterable[tuple[int, int, Tensor]]) -> Iterator[Entry]:
         return entries_of(params, self.records.groups, self.records.flat, self.algorithm, self.settings)
@@ -290,15 +290,15 @@ class Step:
         divided = [whole] if parts.params is None else whole.divided(parts.params)
         plans: list[StepPlan] = []
         built: list[NewPlan] = []
-        for mine in divided:
-            plan = steps.plans.find(mine, groups, state)
+        for part in divided:
+            plan = steps.plans.find(part, groups, state)
             if plan is None:
-                built.append(steps.new_plan(mine, state, indices or steps.records.indices()))
+                built.append(steps.new_plan(part, state, indices or steps.records.indices()))
                 plan = built[-1].plan
             elif plan.options_version != steps.options_version:
                 plan.set_options(steps.options_of(plan.variants()), steps.options_version)
                 if not plan.filled and any(launch.kernel.reads_tensors for launch in plan.launches()):
-                    inputs = GuardInputs.of(mine, groups, state)
+                    inputs = GuardInputs.of(part, groups, state)
                     plan.fill(inputs.params, inputs.states)
             plans.append(plan)
         for plan in plans:
@@ -306,7 +306,7 @@ class Step:
                 launch.kernel.prepare()
         self.plans = plans
         creates = len(built) > 0 or (released is not None and len(released.fresh) > 0)
-        self.fresh = creates and self.at_rest and not any(state.get(p) for mine in divided for p in mine.having_grad())
+        self.fresh = creates and self.at_rest and not any(state.get(p) for part in divided for p in part.having_grad())
         for new in built:
             held = {param: state[param] for param in state.keys() & new.states.keys()}
             state.update(new.states)
@@ -314,7 +314,7 @@ class Step:
                 values.clear()
                 values.update(state[param])
                 state[param] = values
-            steps.plans.keep(new.plan, new.mine, groups, state, most=MOST_PLANS * steps.records.count)
+            steps.plans.keep(new.plan, new.part, groups, state, most=MOST_PLANS * steps.records.count)
 
     def scale_and_mask(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Compute the factor of the gradients, and whether the step is written."""

@@ -53,20 +53,20 @@ class StepOptions:
         values: list[tuple[Group, str, ScheduledOption, float]] = []
         computed: dict[tuple[int, int], float] = {}
         for index, record in enumerate(records):
-            group, own = record.group, record.scheduled
-            if not own:
+            group, scheduled = record.group, record.scheduled
+            if not scheduled:
                 self._counting.append(group)
                 continue
-            if "lr" in own and "initial_lr" in group:
+            if "lr" in scheduled and "initial_lr" in group:
                 raise RuntimeError(
                     f"param_groups[{index}] has a schedule for lr, and a torch LRScheduler, which left 'initial_lr' "
                     "there, writes lr too: give lr as a number, or leave the LRScheduler out and remove 'initial_lr'"
                 )
-            if any(driven.overwritten(group[name]) for name, driven in own.items()):
+            if any(driven.overwritten(group[name]) for name, driven in scheduled.items()):
                 continue
             self._counting.append(group)
             with about(f"param_groups[{index}]"):
-                for name, each in own.items():
+                for name, each in scheduled.items():
                     at = id(each.schedule), group[COUNT]  # groups share the default's schedule
                     if at not in computed:
                         computed[at] = value_at(name, each.schedule, group[COUNT])
@@ -123,7 +123,7 @@ def check_changed(
     for index, record in enumerate(records):
         group, seen = record.group, record.seen
         if not group.keys().isdisjoint(OF_THE_WHOLE):
-            settings.refuse_own(group, f"param_groups[{index}]")
+            settings.refuse_in_group(group, f"param_groups[{index}]")
         if (keys := tuple(group)) != record.keys:
             check_keys(group, algorithm, f"param_groups[{index}]")
             record.keys = keys

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bighorn.capabilities import wide
 from bighorn.distributed.flat import FlatGroup
-from bighorn.distributed.sharding import RankSums, ShardedDims, counts_here
+from bighorn.distributed.sharding import RankSums, ShardedDims, counts_on_this_rank
 from bighorn.kernels import Bucket
 from bighorn.optim.algorithm import Group, Variant
 from bighorn.optim.centring import Centred, centre
@@ -85,15 +85,15 @@ class BucketPlan:
 
     def bind(self, grads: list[Tensor | None], present: list[bool] | None, addresses: list[int] | None) -> None:
         """Bind this step's gradients, and update the dense copies of parameters; all are present if that is None."""
-        bucket, mine = self.bucket, self.select(grads)
-        bucket.grads, bucket.unique_steps, self.present = mine, self.all_steps, self.entries
-        bucket.known = (mine, self.select(addresses)) if addresses is not None else ([], [])
+        bucket, selected = self.bucket, self.select(grads)
+        bucket.grads, bucket.unique_steps, self.present = selected, self.all_steps, self.entries
+        bucket.grad_addresses = (selected, self.select(addresses)) if addresses is not None else ([], [])
         if present is not None:
             self.present = list(itertools.compress(self.entries, self.select(present)))
             bucket.unique_steps = [placed.step for placed in self.present if placed.counts]
         if self.direct:
             return
-        pairs = list(zip(self.entries, mine, strict=True))
+        pairs = list(zip(self.entries, selected, strict=True))
         bucket.grads = [slot for placed, grad in pairs for slot in placed.grad_slots(grad)]
         self.centred = [placed.centred(grad) for placed, grad in pairs] if self.variant.centres else []
         for placed in self.present:
@@ -104,13 +104,13 @@ class BucketPlan:
         """Whether other ranks have copies of tensors that this rank holds completely."""
         return any(placed.entry.layout is not None and placed.entry.ranks is None for placed in self.entries)
 
-    def own_square_sum(self, process_group: Any) -> Tensor:
+    def local_square_sum(self, process_group: Any) -> Tensor:
         """The sum of the squares of gradients that this rank holds completely and counts in the process group."""
         counted: list[Tensor | None] = []
         for i, placed in enumerate(self.entries):
-            if placed.entry.ranks is None and counts_here(placed.entry.holders, process_group):
-                own = placed.slots
-                counted += [self.centred[i].grad] if self.centred else self.bucket.grads[own.start : own.stop]
+            if placed.entry.ranks is None and counts_on_this_rank(placed.entry.holders, process_group):
+                slots = placed.slots
+                counted += [self.centred[i].grad] if self.centred else self.bucket.grads[slots.start : slots.stop]
         grads = [grad for grad in counted if grad is not None]
         return square_sums(grads, self.bucket.metrics.device).sum(dim=0)
 
@@ -145,7 +145,7 @@ class BucketPlan:
 
     def release(self) -> None:
         """Write dense copies back to their parameters, and release the gradients."""
-        self.bucket.grads, self.bucket.known, self.centred = [], ([], []), []
+        self.bucket.grads, self.bucket.grad_addresses, self.centred = [], ([], []), []
         for placed in self.present if not self.direct else ():
             placed.copy_out()
 
@@ -251,11 +251,11 @@ class StepPlan:
             if not bucket_plan.direct:
                 bucket_plan.fill(shards, states)
                 continue
-            params, mine = shards, states
+            params, param_states = shards, states
             if not bucket_plan.is_plan:
-                params, mine = bucket_plan.select(shards), bucket_plan.select(states)
+                params, param_states = bucket_plan.select(shards), bucket_plan.select(states)
             bucket.params = [*params]
-            bucket.state = {name: list(map(itemgetter(name), mine)) for name in bucket.state}
+            bucket.state = {name: list(map(itemgetter(name), param_states)) for name in bucket.state}
         self.filled = True
 
     def let_go(self) -> None:
@@ -295,10 +295,10 @@ class StepPlan:
         if process_group is None or not any(plan.copies for plan in self.buckets):
             sums = [launch.square_sum() for launch in self.kernels]
         else:
-            sums = [plan.own_square_sum(process_group) for plan in self.buckets]
+            sums = [plan.local_square_sum(process_group) for plan in self.buckets]
         for reduce_group, launches in self.meshes.items():
             total = reduce_group.total([(launch.dims, launch.square_sum()) for launch in launches])
-            sums.append(total if counts_here(reduce_group.holders, process_group) else torch.zeros_like(total))
+            sums.append(total if counts_on_this_rank(reduce_group.holders, process_group) else torch.zeros_like(total))
         return sums
 
     def step_shards(self, scale: Tensor | float, apply_mask: Tensor | None) -> None:
@@ -328,7 +328,7 @@ class StepPlan:
 
     def step_labels(self) -> list[str]:
         """The labels of the slots that took part in the last step."""
-        return [label for labels, here in zip(self.labels, self.stepped, strict=True) if here for label in labels]
+        return [label for labels, stepped in zip(self.labels, self.stepped, strict=True) if stepped for label in labels]
 
     def metrics(self) -> Tensor:
         """The metrics of the last step, and the learning rate that kernels used, `[labels, metrics + 1]`."""
@@ -382,11 +382,11 @@ def scale_and_mask(
 
 
 def square_sum_of(
-    plans: list[StepPlan], wait: PartCall, groups: list[Group], settings: Settings, known: Callable[[], Tensor] | None
+    plans: list[StepPlan], wait: PartCall, groups: list[Group], settings: Settings, squares: Callable[[], Tensor] | None
 ) -> Tensor:
     """The sum of all gradients' squares; with a process group, over all of its ranks, even those without gradients."""
-    sums = [] if known is None else [known()]
-    for part, plan in enumerate(plans if known is None else ()):
+    sums = [] if squares is None else [squares()]
+    for part, plan in enumerate(plans if squares is None else ()):
         wait(part)
         plan.read_grads()
         sums += plan.square_sums(settings.grad_norm_group)

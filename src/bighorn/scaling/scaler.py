@@ -119,7 +119,7 @@ class LossScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Multiply gradients by `inv_scale`, and compute whether any of them, on any rank, is not finite."""
-        overflows, limit = self._known_overflows(), self.max_consecutive_overflows
+        overflows, limit = self._overflow_count(), self.max_consecutive_overflows
         if limit is not None and overflows >= limit and self._overflow_reports:
             self._give_up(overflows)
         grads = local_grads(optimizer, allow_fp16)
@@ -150,7 +150,7 @@ class LossScaler(GradScaler):
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, inv_scale, found_inf, False)
         state["stage"] = OptState.UNSCALED
 
-    def _known_overflows(self) -> int:
+    def _overflow_count(self) -> int:
         """The number of consecutive overflows at the last update; 0 without a limit, so that the host does not wait."""
         if self.max_consecutive_overflows is None:
             return 0

@@ -137,11 +137,11 @@ def bench(ctx: click.Context, /, report: Path | None, json_file: Path | None, **
     console = terminal()
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
-    about, here = content["environment"], content["machine"]
+    about, machine = content["environment"], content["machine"]
     if content["device"]:
         console.print(f"{content['device']['device']}, {config.precision}")
     console.print(
-        f"{about['processor']}, cores: {here['cores allowed']}, threads: {about['threads']}, {config.precision}"
+        f"{about['processor']}, cores: {machine['cores allowed']}, threads: {about['threads']}, {config.precision}"
     )
     for name in sets:
         result = {"shapes": name, **_measure(PARAM_SETS[name], builds, config, console)}

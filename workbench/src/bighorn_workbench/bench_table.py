@@ -15,11 +15,11 @@ def mark_clear(rows: Sequence[dict[str, Any]]) -> None:
     """
     measured = [row for row in rows if row["ratio"] is not None]
     least = min((row["baseline_ms"]["median"] for row in measured), default=1.0)
-    own = rows[0]["ratio"] or {"p10": 1.0, "p90": 1.0}
+    noise = rows[0]["ratio"] or {"p10": 1.0, "p90": 1.0}
     for row in rows:
         row["clear"] = row is rows[0] and row in measured
         if row in measured[1:]:
-            reach = max(own["p90"], 1 / own["p10"]) * row["baseline_ms"]["median"] / least
+            reach = max(noise["p90"], 1 / noise["p10"]) * row["baseline_ms"]["median"] / least
             low, middle, high = (row["ratio"][name] for name in ("p10", "median", "p90"))
             row["clear"] = not low <= 1 <= high and not 1 / reach <= middle <= reach
 

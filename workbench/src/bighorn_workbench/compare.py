@@ -293,13 +293,13 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     """Make the runs, with a bar on a terminal and a line for each run elsewhere."""
     plan, metric = search.plan, search.task.metric
     base, starting = plan.entries[0].base, _starting(processes)
-    known, total = search.done, search.total
+    done, total = search.done, search.total
     many = counted(total, "run") if plan.deadline is None else f"as many runs as fit in {config.budget}"
     console.print(f"{config.task}: {defaults(search.task).description}; {base.length}, {many}, {processes} at a time")
     for name, space in {entry.name: entry.space for entry in plan.entries}.items():
         console.print(f"{name}: {spans(space)}")
-    if known:
-        console.print(f"{counted(known, 'run')} {'is' if known == 1 else 'are'} already in {plan.study}.")
+    if done:
+        console.print(f"{counted(done, 'run')} {'is' if done == 1 else 'are'} already in {plan.study}.")
     needed = search.needed(search.trials, search.seeds)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")
@@ -307,7 +307,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         trials, seeds = search.fitting(search.left - starting)
         console.print(f"About {counted(trials, 'trial')} and {counted(seeds, 'final run')} of each fit{busy()}.")
     with counting(console) as bar:
-        task_id = bar.add_task("runs", total=None if search.is_open else total, completed=known)
+        task_id = bar.add_task("runs", total=None if search.is_open else total, completed=done)
         shown = set(search.finished())
 
         def look() -> None:

@@ -13,7 +13,7 @@ from bighorn.schedules import Cosine, PiecewiseConstant, Polynomial, Schedule, s
 from bighorn_workbench.builtin_tasks import TASKS, TaskName
 from bighorn_workbench.checks import integer, number
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.optimizers import BACKENDS, OPTIMIZERS, OWN, STATE_DTYPES
+from bighorn_workbench.optimizers import BACKENDS, OF_BIGHORN, OPTIMIZERS, STATE_DTYPES
 from bighorn_workbench.options import COUNT, MOST, POSITIVE, THREADS, Options, option
 from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.values import counted, device_of, read_options, scale_policy, warmup_steps
@@ -133,7 +133,7 @@ class RunConfig(Options):
             raise InputError("--epochs and --steps both set the length of the run: give one of them.")
         read_options(self.optimizer_option)
         for flag, value in (("--backend", self.backend), ("--state-dtype", self.state_dtype)):
-            if value is not None and self.optimizer not in OWN:
+            if value is not None and self.optimizer not in OF_BIGHORN:
                 raise InputError(
                     f"{flag} {value} is for lamb, came and lars, but --optimizer {self.optimizer} is torch's own: "
                     f"leave {flag} out."

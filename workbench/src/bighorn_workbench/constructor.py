@@ -5,7 +5,7 @@ from typing import Any
 from bighorn import Came
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.hidden_matrices import MuonWithAdamW
-from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
+from bighorn_workbench.optimizers import OF_BIGHORN, OPTIMIZERS, STATE_DTYPES
 from bighorn_workbench.values import read_options, warmup_steps
 
 
@@ -35,13 +35,13 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
     kind, options = recipe.kind, {**recipe.fixed, **read_options(config.optimizer_option)}
     warmup = warmup_steps(config.warmup, steps)
     schedule = f"decay_steps={max(steps - warmup, 1)})" + f".after_warmup({warmup})" * (warmup > 0)
-    if config.optimizer in OWN:
+    if config.optimizer in OF_BIGHORN:
         if config.state_dtype is not None:
             options["state_dtype"] = STATE_DTYPES[config.state_dtype]
         if config.max_grad_norm is not None:
             options["max_grad_norm"] = config.max_grad_norm
         lr = f"Polynomial(lr={config.peak_lr():g}, {schedule}"
-        lines = _own(kind, lr, config.weight_decay, options, excluded)
+        lines = _of_bighorn(kind, lr, config.weight_decay, options, excluded)
     else:
         factor = f"Polynomial(lr=1.0, {schedule}"
         lines = _of_torch(kind, config.peak_lr(), factor, config.weight_decay, options, excluded)
@@ -55,7 +55,7 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _own(kind: Any, lr: str, weight_decay: float | None, options: dict[str, Any], excluded: bool) -> list[str]:
+def _of_bighorn(kind: Any, lr: str, weight_decay: float | None, options: dict[str, Any], excluded: bool) -> list[str]:
     """Lines for an optimizer of Bighorn, whose rate is a schedule."""
     adapt = [] if kind is Came else ["adapt=False"]
     made = [f"bighorn.{kind.__name__}(", f"    lr={lr},"]

@@ -71,8 +71,8 @@ def step_times(
     timers = [DeviceTimer(step, host, sweep, change) for (step, change), host in zip(both, hosts, strict=True)]
     times: dict[str, Any] = {"rounds": 0, "ms": None, "baseline_ms": None, "ratio": None, "host_ahead": False}
     try:
-        theirs, mine = take_turns(timers, seconds, LEAST_ROUNDS, MOST_ROUNDS)
-        times = {"rounds": len(mine), **beside(theirs, mine), "host_ahead": True}
+        baseline_seconds, step_seconds = take_turns(timers, seconds, LEAST_ROUNDS, MOST_ROUNDS)
+        times = {"rounds": len(step_seconds), **beside(baseline_seconds, step_seconds), "host_ahead": True}
     except HostBehindError:
         pass
     wall_samples = [partial(wall_seconds, *each) for each in both]

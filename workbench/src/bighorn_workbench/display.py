@@ -18,7 +18,7 @@ import bighorn
 from bighorn_workbench.environment import cores, device_name
 from bighorn_workbench.errors import visible
 from bighorn_workbench.metrics import SHORT, metric_text
-from bighorn_workbench.optimizers import OWN
+from bighorn_workbench.optimizers import OF_BIGHORN
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import defaults
 
@@ -78,8 +78,8 @@ class Display:
             for metric in self.run.metrics[:1]:
                 self.console.print(f"{metric.label}: of the lowest/median/highest layer", style="dim")
                 self.console.print(f"  {metric.short}", style="dim")
-            own, val = self._labels
-            header = f"{'epoch':>6}{'step':>7}{'loss':>9}{own}{'val loss':>10}{val}{'lr':>9}{'per s':>7}"
+            train, val = self._labels
+            header = f"{'epoch':>6}{'step':>7}{'loss':>9}{train}{'val loss':>10}{val}{'lr':>9}{'per s':>7}"
             self.console.print("  ".join([header, *label]), style="dim")
         if self._live is not None:
             self._live.start()
@@ -125,12 +125,12 @@ class Display:
         _, found = history.evaluations[-1]
         of_batches = history.batch_metrics.get(metric)
         mean = None if of_batches is None else sum(of_batches[-count:]) / count
-        own_width, val_width = map(len, self._labels)
-        own, val = f"{metric_text(metric, mean):>{own_width}}", f"{metric_text(metric, found[metric]):>{val_width}}"
+        train_width, val_width = map(len, self._labels)
+        train, val = f"{metric_text(metric, mean):>{train_width}}", f"{metric_text(metric, found[metric]):>{val_width}}"
         epoch = f"{'-':>6}" if run.epoch is None else f"{run.epoch:6.2f}"
         val_loss = f"{found['loss']:10.4f}" if "loss" in found else f"{'-':>10}"
         self.console.print(
-            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{own}{val_loss}{val}"
+            f"{epoch}{run.step:7d}{sum(history.loss[-count:]) / count:9.4f}{train}{val_loss}{val}"
             f"{history.lr[-1]:9.1e}{quantity(self._speed()):>7}  {self._metric()}".rstrip()
         )
         self._line = run.step, history.seconds
@@ -165,7 +165,7 @@ def introduce(run: Run, console: Console, warnings: Sequence[str]) -> None:
         f"batch {run.batch_size}, {run.total} steps, {run.warmup} warm-up, then {config.schedule}"
     )
     (cpu,) = bighorn.status(["cpu"], trial=False).backends
-    if config.device == "cpu" and config.optimizer in OWN and not cpu.works:
+    if config.device == "cpu" and config.optimizer in OF_BIGHORN and not cpu.works:
         console.print(f"The kernels run in plain torch, which is slower, without the C library: {cpu.detail}")
     if run.ranks.size > 1:
         share = run.batch_size // run.ranks.size

@@ -100,12 +100,12 @@ def check_writable(path: Path, option: str) -> None:
 
 def _check_ending(path: Path, option: str) -> None:
     """Raise an error for a name with the ending of another kind of file."""
-    kind, own = ENDINGS.get(option, ("", ()))
+    kind, allowed = ENDINGS.get(option, ("", ()))
     ending = path.suffix.lower()
-    if kind and ending not in own and ending in {*OTHERS, *(each for _, known in ENDINGS.values() for each in known)}:
+    if kind and ending not in allowed and ending in {*OTHERS, *(each for _, ends in ENDINGS.values() for each in ends)}:
         raise InputError(
             f"{option} {path}: this option writes {kind}, which {ending} does not name. Give "
-            f"{path.with_suffix(own[0])}, or a name without an ending."
+            f"{path.with_suffix(allowed[0])}, or a name without an ending."
         )
 
 

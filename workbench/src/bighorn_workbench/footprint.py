@@ -184,7 +184,7 @@ def kinds(params: Named, sizes: Mapping[str, Mapping[str, int]]) -> list[Kind]:
     for name, param in params:
         members.setdefault((re.sub(r"\b\d+\b", "*", name), tuple(param.shape)), []).append(name)
     found = [
-        Kind(name, shape, len(mine), {key: sum(each[one] for one in mine) for key, each in sizes.items()})
-        for (name, shape), mine in members.items()
+        Kind(name, shape, len(names), {key: sum(each[one] for one in names) for key, each in sizes.items()})
+        for (name, shape), names in members.items()
     ]
     return sorted(found, key=lambda kind: -kind.count * math.prod(kind.shape))

@@ -78,10 +78,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
             rest.append({**group, "params": deep})
         flat, rest = ([group for group in part if group["params"]] for part in (flat, rest))
         super().__init__([*flat, *rest], {"lr": lr})
-        own, others = self.param_groups[: len(flat)], self.param_groups[len(flat) :]
+        matrices, others = self.param_groups[: len(flat)], self.param_groups[len(flat) :]
         self._parts: list[torch.optim.Optimizer] = []
-        if own:
-            self._parts.append(torch.optim.Muon(own, lr=lr, adjust_lr_fn="match_rms_adamw"))
+        if matrices:
+            self._parts.append(torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"))
         if others:
             self._parts.append(torch.optim.AdamW(others, lr=lr, fused=True, **options))
         for part in self._parts:

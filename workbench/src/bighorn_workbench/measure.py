@@ -102,16 +102,16 @@ def step_times(
     baseline: Optimizer, optimizer: Optimizer, seconds: float, changes: Sequence[Change] = (nothing, nothing)
 ) -> dict[str, Any]:
     """Return the wall times of the steps of two optimizers, and their ratio, as JSON; `changes` as in `rounds`."""
-    theirs, mine = rounds(baseline, optimizer, seconds, changes)
-    return {"rounds": len(mine), **beside(theirs, mine)}
+    baseline_times, times = rounds(baseline, optimizer, seconds, changes)
+    return {"rounds": len(times), **beside(baseline_times, times)}
 
 
-def beside(theirs: Sequence[float], mine: Sequence[float], prefix: str = "") -> dict[str, dict[str, float]]:
+def beside(baseline_times: Sequence[float], times: Sequence[float], prefix: str = "") -> dict[str, dict[str, float]]:
     """Return spreads of the milliseconds of the baseline and of an optimizer, and of the ratio of each round."""
     return {
-        f"{prefix}ms": spread(mine, 1e3),
-        f"baseline_{prefix}ms": spread(theirs, 1e3),
-        f"{prefix}ratio": spread([ours / other for ours, other in zip(mine, theirs, strict=True)]),
+        f"{prefix}ms": spread(times, 1e3),
+        f"baseline_{prefix}ms": spread(baseline_times, 1e3),
+        f"{prefix}ratio": spread([ours / other for ours, other in zip(times, baseline_times, strict=True)]),
     }
 
 
@@ -146,8 +146,8 @@ def take_turns(
     results: list[list[float]] = [[] for _ in samples]
     end = time.perf_counter() + seconds
     while len(results[0]) < least or (len(results[0]) < most and time.perf_counter() < end):
-        for sample, mine in zip(samples, results, strict=True):
-            mine.append(sample())
+        for sample, values in zip(samples, results, strict=True):
+            values.append(sample())
     return results
 
 

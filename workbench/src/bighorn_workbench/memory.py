@@ -38,7 +38,7 @@ class MemoryConfig(Options):
         None, "A task's model.", shown="digits, unless another option names a model", kind=TaskName()
     )
     shapes: str | None = option(
-        None, f"A set of shapes, of {', '.join(SHAPES)}.", check=partial(check_name, known=SHAPES)
+        None, f"A set of shapes, of {', '.join(SHAPES)}.", check=partial(check_name, allowed=SHAPES)
     )
     model: str | None = option(
         None,
@@ -84,12 +84,12 @@ class MemoryConfig(Options):
     def options(self, wanted: Sequence[str]) -> Mapping[str, Any]:
         """Return the options of Bighorn's own optimizers; raise an error for one that none of ``wanted`` has."""
         options = dict(read_options(self.optimizer_option))
-        known = frozenset().union(*(OURS.get(name, ()) for name in wanted))
+        allowed = frozenset().union(*(OURS.get(name, ()) for name in wanted))
         for name in options:
             if name == "weight_rounding":
                 raise InputError(f"--optimizer-option {name}={options[name]}: give --weight-rounding {options[name]}.")
-            if name not in known:
-                near = suggestion(name, sorted(known)) if known else "only Bighorn's optimizers take any."
+            if name not in allowed:
+                near = suggestion(name, sorted(allowed)) if allowed else "only Bighorn's optimizers take any."
                 raise InputError(f"--optimizer-option {name}: no optimizer here has it: {near}")
         return {"weight_rounding": self.weight_rounding, **options}
 
@@ -123,16 +123,16 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     files.check_outputs({"--report": report, "--json": json_file})
     source, weights = config.weights()
     params = weights.trainable
-    own = config.options(wanted)
+    optimizer_options = config.options(wanted)
     try:
-        sizes = {name: predicted(name, params, own) for name in wanted}
-        nearest = {**own, "weight_rounding": "nearest"}
+        sizes = {name: predicted(name, params, optimizer_options) for name in wanted}
+        nearest = {**optimizer_options, "weight_rounding": "nearest"}
         of_masters = {name: sum(predicted(name, footprint.as_masters(params), nearest).values()) for name in wanted}
     except (TypeError, ValueError) as error:
         raise InputError(f"--optimizer-option: {error}") from error
     layers = footprint.kinds(params, sizes)
     elements = weights.elements
-    totals = {name: total_of(name, weights, sum(mine.values())) for name, mine in sizes.items()}
+    totals = {name: total_of(name, weights, sum(by_param.values())) for name, by_param in sizes.items()}
     limit = None if config.gpu_memory is None else bytes_in("--gpu-memory", config.gpu_memory)
 
     console, counted = terminal(), quantity(elements).replace("G", "B")
@@ -159,8 +159,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
         from bighorn_workbench.reports import Section, plots, render
 
         parts = [
-            (label.replace("\n", ": "), [each / elements for each in mine])
-            for label, mine in parts_of(layers, MOST_PARTS)
+            (label.replace("\n", ": "), [each / elements for each in amounts])
+            for label, amounts in parts_of(layers, MOST_PARTS)
         ]
         shown = {name: f"{quantity(totals[name].all)}B" for name in compared(totals) or totals}
         title = f"{source} needs " + ", ".join(f"{size} with {name}" for name, size in shown.items())
@@ -188,7 +188,7 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
             "released": {name: total.released for name, total in totals.items()},
             "offload": offloaded,
             "layers": [
-                {"name": name, "shape": list(param.shape), "bytes": {key: mine[name] for key, mine in sizes.items()}}
+                {"name": name, "shape": list(param.shape), "bytes": {key: sizes[key][name] for key in sizes}}
                 for name, param in params
             ],
         }
@@ -260,7 +260,7 @@ def verdict(totals: Mapping[str, Total], limit: float, memory: str, precision: s
         released = total.all if total.released is None else total.released
         answer = "yes" if total.all <= limit else "with released gradients" if released <= limit else "no"
         answers[answer].append(name)
-    said = "; ".join(f"{answer}: {', '.join(mine)}" for answer, mine in answers.items() if mine)
+    said = "; ".join(f"{answer}: {', '.join(optimizers)}" for answer, optimizers in answers.items() if optimizers)
     if len(answers["no"]) == len(totals):
         name, least = min(totals.items(), key=lambda pair: pair[1].all)
         gpus = math.ceil(least.all / limit)
@@ -278,11 +278,11 @@ def _pages(rows: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tupl
     """Split the columns of ``names``, so that each table fits in 80 columns."""
     first, width = 0, 0
     for index, name in enumerate(names):
-        mine = 1 + max(map(len, (*name.split("-"), *(row[1 + index] for row in rows))))
-        if width + mine > MOST_WIDTH and index > first:
+        column_width = 1 + max(map(len, (*name.split("-"), *(row[1 + index] for row in rows))))
+        if width + column_width > MOST_WIDTH and index > first:
             yield first, index
             first, width = index, 0
-        width += mine
+        width += column_width
     yield first, len(names)
 
 

@@ -213,7 +213,7 @@ OPTIMIZERS = {
     ),
 }
 
-OWN = [name for name, recipe in OPTIMIZERS.items() if recipe.kind in KINDS]
+OF_BIGHORN = [name for name, recipe in OPTIMIZERS.items() if recipe.kind in KINDS]
 """Bighorn's own, which have ``--backend`` and ``--state-dtype``, and clip gradients themselves."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -97,8 +97,8 @@ class Command(click.Command):
             self._check_once(ctx, args)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            known = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
-            near = difflib.get_close_matches(error.option_name.lstrip("-"), known, n=2)
+            flags = [flag[2:] for param in self.get_params(ctx) for flag in param.opts if flag.startswith("--")]
+            near = difflib.get_close_matches(error.option_name.lstrip("-"), flags, n=2)
             raise click.NoSuchOption(error.option_name, possibilities=[f"--{each}" for each in near], ctx=ctx) from None
 
     def _check_once(self, ctx: click.Context, args: list[str]) -> None:
@@ -114,10 +114,10 @@ class Command(click.Command):
         """Write the options, by :data:`SECTIONS`."""
         records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
         for heading, names in SECTIONS.items():
-            mine = [record for name in names.split() if (record := records.pop(name, None))]
-            if mine:
+            rows = [record for name in names.split() if (record := records.pop(name, None))]
+            if rows:
                 with formatter.section(heading):
-                    formatter.write_dl(mine)
+                    formatter.write_dl(rows)
         with formatter.section("Other"):
             formatter.write_dl([record for record in records.values() if record])
         for flag, about in self.names.items():

@@ -87,11 +87,11 @@ class Ranks:
         """The words before ``bighorn`` in a command that starts the same processes, on the first machine."""
         if self.size == 1:
             return []
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        machines = [] if here == self.size else ["--nnodes", str(self.size // here), "--node-rank", "0"]
+        local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        machines = [] if local_size == self.size else ["--nnodes", str(self.size // local_size), "--node-rank", "0"]
         if machines:
             machines += ["--master-addr", os.environ["MASTER_ADDR"], "--master-port", os.environ["MASTER_PORT"]]
-        return ["torchrun", *machines, "--nproc-per-node", str(here), "--no-python"]
+        return ["torchrun", *machines, "--nproc-per-node", str(local_size), "--no-python"]
 
     @property
     def machines(self) -> int:

@@ -56,8 +56,8 @@ class Queue:
         if self.database.ended:
             return
         self.look()
-        known = {self._number(trial) for trial in self._trials if not _is_lost(trial)}
-        missing = [index for index in range(self.count) if index not in known]
+        existing = {self._number(trial) for trial in self._trials if not _is_lost(trial)}
+        missing = [index for index in range(self.count) if index not in existing]
         for index in missing:
             about = {"run": index, "fingerprint": self._fingerprint(index)}
             point = self.points[index]
@@ -94,8 +94,8 @@ class Queue:
     @property
     def kept(self) -> int:
         """The smallest number of first runs that includes all finished ones."""
-        known = [trial.user_attrs.get("run") for trial in self._trials if _is_finished(trial)]
-        return max((index + 1 for index in known if isinstance(index, int) and index < MOST_KEPT), default=0)
+        finished = [trial.user_attrs.get("run") for trial in self._trials if _is_finished(trial)]
+        return max((index + 1 for index in finished if isinstance(index, int) and index < MOST_KEPT), default=0)
 
     @property
     def taken(self) -> int:

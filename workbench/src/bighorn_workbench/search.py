@@ -259,10 +259,10 @@ class Search:
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             yield entry, queue, False
         finals = [(entry, self.final(number)) for number, entry in enumerate(self.plan.entries)]
-        known = [(entry, queue) for entry, queue in finals if queue is not None]
-        for _, queue in known:
+        ready = [(entry, queue) for entry, queue in finals if queue is not None]
+        for _, queue in ready:
             queue.look()
-        for entry, queue in sorted(known, key=lambda each: each[1].taken):
+        for entry, queue in sorted(ready, key=lambda each: each[1].taken):
             yield entry, queue, True
 
     @property
@@ -286,10 +286,10 @@ class Search:
         """The number of finished runs."""
         return sum(len(queue.results()) for _, queue, _ in self.queues())
 
-    def release(self, own: bool = False) -> None:
-        """Queue the runs of dead processes again; with ``own``, of all processes of this command, which are dead."""
+    def release(self, ours: bool = False) -> None:
+        """Queue the runs of dead processes again; with ``ours``, of all processes of this command, which are dead."""
         for _, queue, _ in self.queues():
-            queue.release(self.plan.owner if own else None)
+            queue.release(self.plan.owner if ours else None)
 
     def _take(self) -> tuple[Entry, Queue, bool, int, int] | None:
         for entry, queue, final in self.queues():
@@ -300,7 +300,7 @@ class Search:
     def end(self) -> None:
         """Give up this command's runs in flight, and write nothing from now on: an error has ended the command."""
         with suppress(InputError):  # the disk may be full
-            self.release(own=True)
+            self.release(ours=True)
         self.database.ended = True
 
     def work(self, stepped: Callable[[], object] = lambda: None, done: Callable[[], object] = lambda: None) -> None:

@@ -135,7 +135,7 @@ class Database:
 
     def fail_stale(self, study: optuna.Study) -> None:
         """Let the trials fail whose processes have recorded no heartbeat for :data:`GRACE` seconds."""
-        with self.asked(), _known_experiments():
+        with self.asked(), _without_experimental_warnings():
             optuna.storages.fail_stale_trials(study)
 
     @contextmanager
@@ -202,7 +202,7 @@ class Database:
 
 def _opened(place: Place) -> RDBStorage:
     options: dict[str, Any]
-    with _known_experiments():
+    with _without_experimental_warnings():
         if isinstance(place, Server):
             address = place.url
             if find_spec("psycopg") is not None:  # SQLAlchemy takes an older driver before 2.1
@@ -218,7 +218,7 @@ def _opened(place: Place) -> RDBStorage:
 
 
 @contextmanager
-def _known_experiments() -> Iterator[None]:
+def _without_experimental_warnings() -> Iterator[None]:
     """Silence Optuna's warnings that its heartbeats may change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)

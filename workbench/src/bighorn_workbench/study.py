@@ -112,7 +112,7 @@ def lr_find(
         >>> 0.1 < found.lr < 1.0
         True
     """
-    search, own = SearchConfig(lr_min, lr_max), UserTask(task, type(task).__name__)
-    config = RunConfig(**{**options, "task": own.place, "optimizer": optimizer})
+    search, user_task = SearchConfig(lr_min, lr_max), UserTask(task, type(task).__name__)
+    config = RunConfig(**{**options, "task": user_task.place, "optimizer": optimizer})
     config.check()
-    return find(*resolved(own, config), search.span(optimizer))
+    return find(*resolved(user_task, config), search.span(optimizer))

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from bighorn_workbench import checks
 
-Own = TypeVar("Own", bound="Classification")
+Self = TypeVar("Self", bound="Classification")
 
 
 class Task(Protocol):
@@ -222,7 +222,7 @@ class Classification:
         loss, accuracy = (totals / len(self.data[split][0])).tolist()
         return {"loss": loss, "accuracy": accuracy}
 
-    def held_out(self: Own) -> Own:
+    def held_out(self: Self) -> Self:
         """Return the task with a fixed random fifth of its training data as its validation data."""
         inputs, targets = self.data["train"]
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, s
 from bighorn_workbench.builtin_tasks.user import UserTask, user_call
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.optimizers import OPTIMIZERS, OWN, STATE_DTYPES
+from bighorn_workbench.optimizers import OF_BIGHORN, OPTIMIZERS, STATE_DTYPES
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.tasks import Task, map_tensors, tensors_in, to_device
 
@@ -59,7 +59,7 @@ class TrainStep:
         excluded = getattr(task, "excluded", None)
         whole: Any = ranks.together(lambda: build_optimizer(config, model, lr, options, sharded, excluded))
         self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
-        self._clip = None if config.optimizer in OWN else config.max_grad_norm
+        self._clip = None if config.optimizer in OF_BIGHORN else config.max_grad_norm
         self._offloaded = None
         if parallel.offload:
             whole = self._offloaded = offload(model, whole, max_grad_norm=self._clip, scaler=self.scaler)
@@ -93,7 +93,7 @@ class TrainStep:
             group["lr"] = lr
         self._model.train()
         means: Tensor | float = 0.0
-        for number, part in enumerate(own_parts(batch, self._ranks.rank, self._ranks.size, self._accumulate), start=1):
+        for number, part in enumerate(rank_parts(batch, self._ranks.rank, self._ranks.size, self._accumulate), start=1):
             last = number == self._accumulate
             with nullcontext() if last else self._without_sync():
                 loss, metrics = self._score(part)
@@ -184,8 +184,8 @@ class TrainStep:
         if self._sharded is not None:
             self._sharded.state.clear()  # otherwise the state of its parts would exist twice
             for groups in (self._sharded.param_groups, self.optimizer.param_groups):
-                for group, own in zip(groups, names, strict=True):
-                    group["param_names"] = own
+                for group, group_names in zip(groups, names, strict=True):
+                    group["param_names"] = group_names
 
 
 def build_optimizer(
@@ -210,7 +210,7 @@ def build_optimizer(
     if config.optimizer in ("lamb", "lars"):
         groups[1]["adapt"] = False
     ours: dict[str, Any] = {}
-    if config.optimizer in OWN:
+    if config.optimizer in OF_BIGHORN:
         ours = {"backend": config.backend or "auto", "state_dtype": STATE_DTYPES.get(config.state_dtype or "")}
         ours |= {"max_grad_norm": config.max_grad_norm}
     groups = [group for group in groups if group["params"]]
@@ -221,7 +221,7 @@ def build_optimizer(
         raise InputError(f"--optimizer {config.optimizer}: {error}") from error
 
 
-def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any]:
+def rank_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any]:
     """Yield the parts of a process's share of a batch: each tensor's samples along dim 0.
 
     Raises:
@@ -237,6 +237,6 @@ def own_parts(batch: Any, rank: int, processes: int, parts: int) -> Iterator[Any
             f"{', '.join(str(list(tensor.shape)) for tensor in tensors_in(batch)) or 'no samples'}. Give every batch "
             "the same number of samples along dim 0, a multiple of that (drop_last=True in a DataLoader)."
         )
-    own = map_tensors(lambda tensor: tensor[rank::processes], batch)
+    share = map_tensors(lambda tensor: tensor[rank::processes], batch)
     for start in range(0, count // processes, each := count // (processes * parts)):
-        yield map_tensors(itemgetter(slice(start, start + each)), own)
+        yield map_tensors(itemgetter(slice(start, start + each)), share)

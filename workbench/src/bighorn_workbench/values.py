@@ -87,12 +87,12 @@ def device_of(name: str) -> torch.device:
     try:
         if package is not None:
             import_module(package)  # torch_xla 2.9 does not register itself with torch
-        here = torch.ones(1, device=name)
-        here.cpu()
+        tensor = torch.ones(1, device=name)
+        tensor.cpu()
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = shorten(str(error).partition("\n")[0], 120)
         raise InputError(f"--device {name}: torch has no such device here ({reason}). Or use --device cpu.") from error
-    return here.device
+    return tensor.device
 
 
 def listed(flag: str, text: str, read: Callable[[str], Value]) -> tuple[Value, ...]:
@@ -120,33 +120,33 @@ def numbers(flag: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
     return listed(flag, text, positive)
 
 
-def check_name(flag: str, name: str, known: Collection[str]) -> str:
-    """Return a name that is in ``known``; raise an error for another one."""
-    if name not in known:
-        raise InputError(f"{flag}: no {name!r} here; {suggestion(name, known)}")
+def check_name(flag: str, name: str, allowed: Collection[str]) -> str:
+    """Return a name that is in ``allowed``; raise an error for another one."""
+    if name not in allowed:
+        raise InputError(f"{flag}: no {name!r} here; {suggestion(name, allowed)}")
     return name
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the name in ``known`` nearest to a wrong one, or else all of them.
+def suggestion(name: str, allowed: Collection[str]) -> str:
+    """Return the name in ``allowed`` nearest to a wrong one, or else all of them.
 
     Example:
         >>> suggestion("adamW8bit", ["adam", "adamw"]), suggestion("shampoo", ["adam", "adamw"])
         ('did you mean adamw?', 'there are adam, adamw.')
     """
-    lowered = {each.lower(): each for each in known}
+    lowered = {each.lower(): each for each in allowed}
     near = difflib.get_close_matches(name.lower(), lowered, n=1)
-    return f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(known)}."
+    return f"did you mean {lowered[near[0]]}?" if near else f"there are {', '.join(allowed)}."
 
 
-def names(flag: str, text: str, known: Collection[str]) -> tuple[str, ...]:
-    """Read names out of ``known``, each once.
+def names(flag: str, text: str, allowed: Collection[str]) -> tuple[str, ...]:
+    """Read names out of ``allowed``, each once.
 
     Example:
         >>> names("--optimizers", "lamb, adamw", ["sgd", "adamw", "lamb"])
         ('lamb', 'adamw')
     """
-    return listed(flag, text, partial(check_name, flag, known=known))
+    return listed(flag, text, partial(check_name, flag, allowed=allowed))
 
 
 def warmup_steps(warmup: str, total: int) -> int:

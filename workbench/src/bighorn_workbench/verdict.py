@@ -96,13 +96,13 @@ def verdicts(cells: Sequence[Cell], baseline: str | None = None) -> list[str]:
         pairs += [Pair(cell, of, comparisons) for cell in row if of is not None and cell is not of]
         if len(row) > 2 or (of is None and len(row) > 1):
             best.append(_best(row, comparisons))
-    several = [mine for name in names if len(mine := [cell for cell in cells if cell.optimizer == name]) > 1]
+    several = [by_size for name in names if len(by_size := [cell for cell in cells if cell.optimizer == name]) > 1]
     pairs.sort(key=lambda pair: (not pair.is_clear, not pair.is_tuned))  # stable: batch by batch
     lines = [
         *(pair.words for pair in pairs),
         *untuned(cells),
         *best,
-        *(line for mine in several for line in _cost(mine[0], mine[-1], len(several))),
+        *(line for by_size in several for line in _cost(by_size[0], by_size[-1], len(several))),
     ]
     for size in dict.fromkeys(cell.batch_size for cell, whole in zip(cells, given, strict=True) if cell != whole):
         count = len(by_batch[size][0].trials)

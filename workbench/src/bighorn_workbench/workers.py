@@ -55,7 +55,7 @@ def fill(search: Search, processes: int, look: Callable[[], object]) -> None:
                 for process in (pool._processes or {}).values():  # Python 3.14 has kill_workers()
                     process.kill()
                 raise
-        search.release(own=True)
+        search.release(ours=True)
         look()
 
 

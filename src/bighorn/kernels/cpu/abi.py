@@ -59,8 +59,8 @@ def checksum(fields: Fields) -> int:
 def structures_of(fields: Fields) -> Structures:
     """Return the structures with these fields."""
     found: Structures = {}
-    for structure, mine in itertools.groupby(fields, lambda field: field[0]):
-        types = [(name, POINTER if kind.endswith("*") else {**TYPES, **found}[kind]) for _, name, kind in mine]
+    for structure, members in itertools.groupby(fields, lambda field: field[0]):
+        types = [(name, POINTER if kind.endswith("*") else {**TYPES, **found}[kind]) for _, name, kind in members]
         found[structure] = type(structure, (ctypes.Structure,), {"_fields_": types})
     return found
 
@@ -93,8 +93,8 @@ def c_fields(kind: Any) -> dict[str, str]:
 def unknown_options(fields: Fields) -> list[str]:
     """Return the classes of options whose structures in the library have other fields than here."""
     kinds: list[Any] = options.KernelOptions.__subclasses__()
-    known = {kind.__name__: list(c_fields(kind).items()) for kind in kinds}
-    return [name for name, mine in known.items() if mine != [field[1:] for field in fields if field[0] == name]]
+    expected = {kind.__name__: list(c_fields(kind).items()) for kind in kinds}
+    return [name for name, pairs in expected.items() if pairs != [field[1:] for field in fields if field[0] == name]]
 
 
 def update_options(array: ctypes.Array[Any], old: Sequence[Any], new: Sequence[Any]) -> None:

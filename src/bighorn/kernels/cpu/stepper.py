@@ -111,15 +111,15 @@ class Stepper(Generic[Options]):
 
     def prepare(self) -> None:
         """Do everything that can fail, as `reference.Lamb.prepare`, and read the environment variables of this step."""
-        each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
-        grads, known = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
-        addresses, order, counts = array("Q", known), self.largest_first, self.all_counts
+        each = [b.grad_addresses if b.grad_addresses[0] is b.grads else b.read_addresses() for b in self.buckets]
+        grads, pointers = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
+        addresses, order, counts = array("Q", pointers), self.largest_first, self.all_counts
         if sum([len(bucket.unique_steps) for bucket in self.buckets]) != len(counts):
             counts = self._addresses_of_counts()
         if len(grads) < len(order):
             raise RuntimeError(RACE)
         # A gradient without elements has the address 0, too.
-        if 0 in known and not all(present := list(map(operator.is_not, grads, itertools.repeat(None)))):
+        if 0 in pointers and not all(present := list(map(operator.is_not, grads, itertools.repeat(None)))):
             order = array("q", filter(present.__getitem__, order))
         with self.lock:
             options, how = self.c_options(), run()

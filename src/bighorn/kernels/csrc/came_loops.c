@@ -66,9 +66,9 @@ FORCE_INLINE_TEMPLATE void momentum_lanes(int first, const int lanes, const int 
 FORCE_INLINE_TEMPLATE void momentum_loop(const int count, const int g_type, const int m_type, const CameFactors *f,
                                          int n, const void *const *g, const float *r, const float *restrict c,
                                          void *const *m, float *restrict elements, float *restrict sums) {
-    const CameFactors own = *f;
+    const CameFactors factors = *f;
     RowSums lanes = {{{0}}};
-    FOR_LANES(n, momentum_lanes, count, g_type, m_type, &own, g, r, c, m, elements, &lanes);
+    FOR_LANES(n, momentum_lanes, count, g_type, m_type, &factors, g, r, c, m, elements, &lanes);
     store_sums(count, &lanes, sums);
 }
 

@@ -131,10 +131,10 @@ static void begin_scratch(FactoredScratch *scratch, const FactoredGrid *g) {
 
 /* ---- one tensor ------------------------------------------------------------------------------------------ */
 
-/* The average of lines of `count` elements, of which `here` are in this shard. */
-static FactoredLines lines_of(float *values, double beta, double eps, int leads, int64_t here, int64_t count) {
+/* The average of lines of `count` elements, of which `local` are in this shard. */
+static FactoredLines lines_of(float *values, double beta, double eps, int leads, int64_t local, int64_t count) {
     const double scale = (1 - beta) / (double)count;
-    return (FactoredLines){values, leads ? beta : 0, scale, scale * (double)here * eps};
+    return (FactoredLines){values, leads ? beta : 0, scale, scale * (double)local * eps};
 }
 
 FactoredAverage factored_average(const FactoredWork *w, float *rows, float *columns, double beta, double eps) {
@@ -178,7 +178,7 @@ void factored_begin(FactoredWork *w, FactoredStep *s, int64_t index, double grad
         .grad_scale = (float)grad_scale,
         .beta2 = beta2,
         .eps1 = eps1,
-        .known = {{.values = across ? NULL : slot->exp_avg_sq_row},
+        .whole = {{.values = across ? NULL : slot->exp_avg_sq_row},
                   {.values = down ? NULL : slot->exp_avg_sq_col},
                   NULL},
         .ratio = {{.values = across ? ratios : NULL, .scale = 1}, {.values = down ? ratios : NULL, .scale = 1}, NULL},

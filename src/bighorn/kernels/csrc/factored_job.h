@@ -94,8 +94,8 @@ typedef struct {
     float grad_scale;
     double beta2, eps1; /* of an unfactored second moment */
     FactoredAverage square;
-    FactoredAverage known; /* for a shard: `square` without the lines that other shards have elements of */
-    FactoredAverage ratio; /* for a shard: q / known */
+    FactoredAverage whole; /* for a shard: `square` without the lines that other shards have elements of */
+    FactoredAverage ratio; /* for a shard: q / whole */
     FactoredScratch *scratch;
     double *tile_sums;
     double *means;     /* for a shard that is split: the `means` of its `FactoredAverage` */
@@ -123,7 +123,7 @@ typedef struct {
      * they return their share of the sum of u^2. */
     double (*finish_rows)(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t down);
     double (*finish_columns)(const FactoredJob *job, const FactoredAverage *average, int64_t matrix, int64_t group);
-    /* Computes q / known, by another read of the gradient. */
+    /* Computes q / whole, by another read of the gradient. */
     void (*ratios)(const FactoredJob *job, int64_t tile, FactoredColumns *columns);
     /* Returns the sum of u^2, before clipping, by another read of the gradient. */
     double (*update_square_sum)(const FactoredJob *job, int64_t tile, FactoredColumns *columns);

@@ -150,19 +150,19 @@ static double update_square_sum(const FactoredJob *job, int64_t index, FactoredC
     return total;
 }
 
-/* Computes q / known, from which the size of u follows once the other shards' sums are added. */
+/* Computes q / whole, from which the size of u follows once the other shards' sums are added. */
 static void ratios(const FactoredJob *job, int64_t index, FactoredColumns *columns) {
     const FactoredTile t = tile_at(&job->grid, index);
     FactoredGradBuffer buffer;
     PieceFactors f;
     FactoredTileSums *sums = &job->scratch->sums;
-    factored_set_columns(job, &job->known, &t, columns);
+    factored_set_columns(job, &job->whole, &t, columns);
     factored_begin_tile(job, &t, sums);
     for (FactoredPiece s = {.count = 1}; next_piece(&job->grid, &t, &s);) {
         const float *g = grad_at(job, s.start, s.n, &buffer);
         float roots[PIECE_ELEMS], row_sum;
         const void *const pieces[] = {roots};
-        factored_set_factors(job, &job->known, &t, &s, columns, &f);
+        factored_set_factors(job, &job->whole, &t, &s, columns, &f);
         for (int i = 0; i < s.n; i++) roots[i] = update_of(g[i], f.r[0], f.c[i]);
         square_loop(1, FLOAT32, s.n, pieces, 1, sums->elements + s.column, &row_sum);
         factored_add_piece(job, &job->ratio, &t, &s, &row_sum, sums);

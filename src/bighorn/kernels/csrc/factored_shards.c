@@ -50,13 +50,13 @@ void store_shard_average(const FactoredJob *job, const FactoredAverage *average,
     if (to->col) spread(average->col.values, columns, h->col_at, to->col);
     if (!to->inner) return;
     const int down = h->split_down;
-    const float *known = down ? average->row.values : average->col.values;
+    const float *whole = down ? average->row.values : average->col.values;
     const int64_t count = down ? slot->height : slot->width;
     if (ratio && down) spread(ratio->col.values, columns, h->col_at, to->inner);
     if (ratio && !down) spread(ratio->row.values, rows, h->row_at, to->inner);
     for (int64_t k = 0; k < slot->matrices; k++) {
         double total = 0, roots = 0;
-        for (int64_t i = k * count; i < (k + 1) * count; i++) total += known[i], roots += 1 / sqrt(known[i]);
+        for (int64_t i = k * count; i < (k + 1) * count; i++) total += whole[i], roots += 1 / sqrt(whole[i]);
         to->total[position(h->matrix_at, k)] = total;
         if (!ratio) to->inner[position(h->matrix_at, k)] = roots;
     }

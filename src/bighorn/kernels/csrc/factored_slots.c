@@ -10,7 +10,7 @@ enum { SHARED_MIN_ELEMS = 1 << 20 };
 /* The doubles of workspace for each thread's buffers, for a tensor that all threads share, and for each thread's small
  * tensors. */
 typedef struct {
-    int64_t scratch, shared, own;
+    int64_t scratch, shared, unshared;
 } FactoredNeeds;
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -28,7 +28,7 @@ static FactoredNeeds needs_of(const FactoredSlot *slots, const FactoredShard *sh
         const int64_t scratch = factored_scratch(slot, shard);
         needs.scratch = larger(needs.scratch, scratch);
         needs.shared = larger(needs.shared, need);
-        if (gradient->size <= SHARED_MIN_ELEMS) needs.own = larger(needs.own, need);
+        if (gradient->size <= SHARED_MIN_ELEMS) needs.unshared = larger(needs.unshared, need);
     }
     return needs;
 }
@@ -37,7 +37,7 @@ static FactoredNeeds needs_of(const FactoredSlot *slots, const FactoredShard *sh
 EXPORT int64_t bighorn_factored_workspace(const FactoredSlot *slots, const FactoredShard *shards,
                                           const Gradient *gradients, int64_t count, int threads) {
     const FactoredNeeds needs = needs_of(slots, shards, gradients, NULL, count);
-    return threads * needs.scratch + needs.shared + (threads > 1 ? threads * needs.own : 0);
+    return threads * needs.scratch + needs.shared + (threads > 1 ? threads * needs.unshared : 0);
 }
 
 typedef struct {
@@ -52,8 +52,8 @@ static void step_slot(void *data, int64_t slot, const SlotShare *share) {
     FactoredCall *call = data;
     double *scratch = call->workspace + share->thread * call->needs.scratch;
     double *shared = call->workspace + share->team * call->needs.scratch;
-    double *own = shared + (share->team > 1 ? call->needs.shared + share->thread * call->needs.own : 0);
-    call->step_slot(call->step, slot, share, scratch, share->parts > 1 ? shared : own);
+    double *unshared = shared + (share->team > 1 ? call->needs.shared + share->thread * call->needs.unshared : 0);
+    call->step_slot(call->step, slot, share, scratch, share->parts > 1 ? shared : unshared);
 }
 
 static void step_slots(int thread, int team, void *data) {

@@ -97,11 +97,11 @@ int64_t bighorn_layer_chunks(const LayerSlot *slots, const Gradient *gradients, 
                          const Gradient *gradients, void *const *grads, const int64_t *order, int64_t count,         \
                          double grad_scale, LayerSums *partial, void *scratch, int64_t scratch_bytes, int phase,     \
                          double *sums, int sums_per_slot) {                                                          \
-        const LayerSlots own = {                                                                                     \
+        const LayerSlots layers = {                                                                                  \
             run->isa, options, slots, gradients, grads, grad_scale,                                                  \
         };                                                                                                           \
         LayerwiseStep step = {                                                                                       \
-            .slots = &own,                                                                                           \
+            .slots = &layers,                                                                                        \
             .queue = {.order = order, .gradients = gradients, .count = count, .shared_min_elems = SHARED_MIN_ELEMS}, \
             .phase = phase,                                                                                          \
             .sums = sums,                                                                                            \

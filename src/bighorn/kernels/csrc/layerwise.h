@@ -129,16 +129,16 @@ FORCE_INLINE_TEMPLATE void layerwise_second_phase(const LayerwiseRule rule, Laye
 FORCE_INLINE_TEMPLATE void layerwise_step_slot(const LayerwiseRule rule, LayerwiseStep *s, int64_t slot,
                                                const SlotShare *share) {
     _Alignas(16) char locals[LAYER_LOCALS_BYTES];
-    const int64_t own_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
+    const int64_t thread_bytes = s->scratch_bytes / share->team / CACHE_LINE_BYTES * CACHE_LINE_BYTES;
     const LayerInfo info = rule.prepare(s->slots, slot, locals);
     const int64_t chunk_bytes = CHUNK_ELEMS * info.update_bytes;
-    const int64_t room = s->phase == PHASE_BOTH ? own_bytes / chunk_bytes : 0;
+    const int64_t room = s->phase == PHASE_BOTH ? thread_bytes / chunk_bytes : 0;
     const bool leads = share->part == 0;
     LayerSlice slice = {
         .slot = slot,
         .first = share_of(info.chunks, share->part, share->parts),
         .last = share_of(info.chunks, share->part + 1, share->parts),
-        .scratch = s->scratch + share->thread * own_bytes,
+        .scratch = s->scratch + share->thread * thread_bytes,
         .chunk_bytes = chunk_bytes,
         .partial = share->parts > 1 ? s->partial[share->turn % 2] : NULL,
         .team = share->team,

@@ -38,12 +38,12 @@ static bool has(unsigned saved, unsigned features, unsigned extended) {
 EXPORT int bighorn_isa(void) {
 #if defined(ISA_X86)
     enum { AVX = 0x6, AVX512 = 0xe6 };
-    static atomic_int known;
+    static atomic_int level;
     const unsigned v3 = bit_AVX2 | bit_BMI | bit_BMI2;
     const unsigned v4 = bit_AVX512F | bit_AVX512DQ | bit_AVX512CD | bit_AVX512BW | bit_AVX512VL;
-    if (!atomic_load(&known))
-        atomic_store(&known, has(AVX512, bit_FMA | bit_F16C, v3 | v4) ? 4 : has(AVX, bit_FMA | bit_F16C, v3) ? 3 : 2);
-    return atomic_load(&known);
+    if (!atomic_load(&level))
+        atomic_store(&level, has(AVX512, bit_FMA | bit_F16C, v3 | v4) ? 4 : has(AVX, bit_FMA | bit_F16C, v3) ? 3 : 2);
+    return atomic_load(&level);
 #else
     return 0;
 #endif
@@ -92,10 +92,10 @@ typedef struct {
 /* The team can be smaller than requested, so its size is read in here. */
 static void enter(void *argument) {
     const RunRegion *region = argument;
-    uint64_t own = float_mode();
+    uint64_t before = float_mode();
     set_float_mode(region->float_mode);
     region->body(region->run->thread_num(), region->run->num_threads(), region->data);
-    set_float_mode(own);
+    set_float_mode(before);
 }
 
 /* The entry of a thread in LLVM's and Intel's runtimes. */

@@ -199,12 +199,12 @@ class CameGroup(Group[CameOptions]):
         whole = new
         if self._leads is not None:
             whole = torch.zeros(sum(map(math.prod, self._line_shapes)), dtype=self.dtype, device=self.device)
-            here = self._here(whole)
+            local = self._local_lines(whole)
             torch._foreach_copy_(
-                here, [part.view_as(line) for part, line in zip(parted(new, state), here, strict=True)]
+                local, [part.view_as(line) for part, line in zip(parted(new, state), local, strict=True)]
             )
             yield whole
-            new = flat(here)
+            new = flat(local)
         torch._foreach_copy_(state, parted(chosen(apply_mask, new, old), state))
 
         inverse = whole.rsqrt()
@@ -213,10 +213,10 @@ class CameGroup(Group[CameOptions]):
             means = means * spread(correction, [each.of_each for each in self.wholes for _ in range(each.tensors)])
         roots = means.sqrt().unsqueeze(1).split_with_sizes([each.shape[0] for each in self.wholes])
         torch._foreach_mul_(self._lines(inverse)[: len(self.wholes)], list(roots))
-        mine = inverse if self._leads is None else flat(self._here(inverse))
+        local_inverse = inverse if self._leads is None else flat(self._local_lines(inverse))
         boxes = [box.shape for box, _ in self.boxes]
         shapes = [(n, height, 1) for n, height, _ in boxes] + [(n, 1, width) for n, _, width in boxes]
-        factors = mine.split_with_sizes(list(map(math.prod, shapes)))
+        factors = local_inverse.split_with_sizes(list(map(math.prod, shapes)))
         r_and_c = [factor.view(shape) for factor, shape in zip(factors, shapes, strict=True)]
         return r_and_c[: len(boxes)], r_and_c[len(boxes) :], inverse
 
@@ -270,7 +270,7 @@ class CameGroup(Group[CameOptions]):
             lines.append(shard.led(torch.ones(size, dtype=self.dtype, device=self.device), over).flatten())
         return torch.cat(lines)
 
-    def _here(self, whole: Tensor) -> list[Tensor]:
+    def _local_lines(self, whole: Tensor) -> list[Tensor]:
         """Return the parts of a vector of all whole rows and columns that belong to this rank's boxes."""
         parts = whole.split_with_sizes(list(map(math.prod, self._line_shapes)))
         lines = zip(parts, self._line_shapes, self._overs, strict=True)

@@ -120,8 +120,8 @@ class Averages:
     def update_norm(self, also: Tensor) -> Sums[tuple[Tensor, Tensor]]:
         """Return the norm of the tensor times `rsqrt()`, and the sum of `also`, over all shards."""
         if self.split_down != self.split_across:
-            known, split, kept = self._known()
-            inner, average, mean, also = yield from self._add_up_one((self.a**2 / known).sum(split, True), split, also)
+            whole, split, kept = self._whole_average()
+            inner, average, mean, also = yield from self._add_up_one((self.a**2 / whole).sum(split, True), split, also)
             return (mean * (inner / average).sum(kept, True)).sum().sqrt(), also
         if self.split_down:
             yield from self._add_up_both()
@@ -131,8 +131,8 @@ class Averages:
     def rsqrt_sum(self) -> Sums[Tensor]:
         """Return the sum of `rsqrt()` over all shards."""
         if self.split_down != self.split_across:
-            known, split, kept = self._known()
-            inner, average, mean = yield from self._add_up_one(known.rsqrt().sum(split, True), self.both)
+            whole, split, kept = self._whole_average()
+            inner, average, mean = yield from self._add_up_one(whole.rsqrt().sum(split, True), self.both)
             return (mean.sqrt() * inner * average.rsqrt().sum(kept, True)).sum()
         if self.split_down:
             row, col, mean = yield from self._add_up_both()
@@ -140,15 +140,15 @@ class Averages:
         (rsqrt_sum,) = yield [self.rsqrt().sum()]
         return rsqrt_sum
 
-    def _known(self) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    def _whole_average(self) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
         """Return the average that is not split, the dims that are split, and those that are not."""
         return (self.row, self.down, self.across) if self.split_down else (self.col, self.across, self.down)
 
     def _add_up_one(self, inner: Tensor, over: tuple[int, ...], *also: Tensor) -> Sums[list[Tensor]]:
         """Add up `inner`, sums over some dims, the average that is split, and `also`; return them with the mean."""
-        shard, (known, split, _) = self.shard, self._known()
+        shard, (whole, split, _) = self.shard, self._whole_average()
         part = self.col if self.split_down else self.row
-        sent = [shard.spread(inner, over), shard.spread(part, split), shard.spread(known.sum(split, True), self.both)]
+        sent = [shard.spread(inner, over), shard.spread(part, split), shard.spread(whole.sum(split, True), self.both)]
         inner, average, total, *rest = yield [*sent, *also]
         if self.split_down:
             self.col, mean = shard.cut(average, split), total / shard.shape[split[0]]

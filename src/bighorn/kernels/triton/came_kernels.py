@@ -25,7 +25,7 @@ from bighorn.kernels.triton import common_kernels as common
 from bighorn.kernels.triton import weight_kernels as weights
 
 
-class Own(NamedTuple):
+class Constants(NamedTuple):
     """The constants of a pass: dtypes, the form of the average, how x is rounded, and what shards have."""
 
     X: Any = tl.constexpr(0)
@@ -35,69 +35,69 @@ class Own(NamedTuple):
     ROUNDING: Any = tl.constexpr("")
     CUT: Any = tl.constexpr(False)
     SPLIT: Any = tl.constexpr("")
-    KNOWN: Any = tl.constexpr("")
+    AVERAGED: Any = tl.constexpr("")
     SCALES_LR: Any = tl.constexpr(False)
 
 
 @triton.jit
 def came_squares(
     slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, partials_ptr, sums_ptr,
-    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, KNOWN: tl.constexpr, SCALES_LR: tl.constexpr,
+    X: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, AVERAGED: tl.constexpr, SCALES_LR: tl.constexpr,
     VECTOR: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, TILE_BLOCK: tl.constexpr, _SOURCES: tl.constexpr,
 ):  # fmt: skip
     """Compute the partial sums of g^2, and of x^2 if the size of x scales the learning rate.
 
-    For shards a second launch computes those along the split dim (KNOWN is "rows" or "columns") of g^2 divided by the
-    averages that are not split.
+    For shards a second launch computes those along the split dim (AVERAGED is "rows" or "columns") of g^2 divided by
+    the averages that are not split.
     """
     tiling.run_tile(
         (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr), (scale_ptr, partials_ptr, sums_ptr),
         squares, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
-        Own(X=X, G=G, ROUNDING=ROUNDING, KNOWN=KNOWN, SCALES_LR=SCALES_LR),
+        Constants(X=X, G=G, ROUNDING=ROUNDING, AVERAGED=AVERAGED, SCALES_LR=SCALES_LR),
     )  # fmt: skip
 
 
 @triton.jit
-def squares(tile, tables, mode, own):
+def squares(tile, tables, mode, const):
     """Store the sums of a tile."""
     scale_ptr, partials_ptr, sums_ptr = tables
-    parts, known = tiling.parts_at(tile, partials_ptr, mode), tile.slot_ptr
-    if own.KNOWN == "rows":
-        known = tiling.row_averages(tile, layout.slot.SQ_ROW)
-    elif own.KNOWN == "columns":
-        known = tiling.column_averages(tile, layout.slot.SQ_COL)
+    parts, averages = tiling.parts_at(tile, partials_ptr, mode), tile.slot_ptr
+    if const.AVERAGED == "rows":
+        averages = tiling.row_averages(tile, layout.slot.SQ_ROW)
+    elif const.AVERAGED == "columns":
+        averages = tiling.column_averages(tile, layout.slot.SQ_COL)
     address, scale = tl.load(tile.grad_ptr), common.gradient_scale(scale_ptr, tile.option_ptr)
-    g = common.at(address, tile.start, own.G)
+    g = common.at(address, tile.start, const.G)
     if tiling.aligned(address, tile, mode):
-        square_tile(g, tile, scale, known, parts, own.KNOWN, mode.VECTOR, mode.WIDE, mode.BLOCK)
+        square_tile(g, tile, scale, averages, parts, const.AVERAGED, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:
-        square_tile(g, tile, scale, known, parts, own.KNOWN, 1, mode.WIDE, 2 * layout.FEW)
-    if own.SCALES_LR and own.KNOWN == "":
-        weight = weights.weight_at(tile.slot_ptr, tile.start, own.X, own.ROUNDING)
-        total = param_squares(weight, tile, own.ROUNDING, mode.WIDE)
+        square_tile(g, tile, scale, averages, parts, const.AVERAGED, 1, mode.WIDE, 2 * layout.FEW)
+    if const.SCALES_LR and const.AVERAGED == "":
+        weight = weights.weight_at(tile.slot_ptr, tile.start, const.X, const.ROUNDING)
+        total = param_squares(weight, tile, const.ROUNDING, mode.WIDE)
         tl.store(sums_ptr + tile.number * layout.SUM + layout.X_SQUARES, total)
 
 
 @triton.jit
 def square_tile(
-    g, tile, scale, known, parts,
-    KNOWN: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    g, tile, scale, averages, parts,
+    AVERAGED: tl.constexpr, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of g^2, or of g^2 / known, over the rows and the columns of a tile."""
+    """Store the sums of g^2, or of g^2 / averages, over the rows and the columns of a tile."""
     ROWS: tl.constexpr = BLOCK // WIDE
     row_parts, col_parts = parts
     total = tl.zeros((ROWS, WIDE), scale.dtype)
     for i in range(0, tile.high, ROWS):
         where = tiling.rows_at(i, tile, "", VECTOR, WIDE, ROWS)
         value = common.gradient(g, where.offsets, where.mask, scale, VECTOR)
-        if KNOWN == "rows":
-            value *= scaling.row_factors(known, i, tile, 1.0, ROWS)[:, None]
-        elif KNOWN == "columns":
-            value *= scaling.column_factors(known, tile, WIDE)[None, :]
-        if KNOWN != "rows":
+        if AVERAGED == "rows":
+            value *= scaling.row_factors(averages, i, tile, 1.0, ROWS)[:, None]
+        elif AVERAGED == "columns":
+            value *= scaling.column_factors(averages, tile, WIDE)[None, :]
+        if AVERAGED != "rows":
             tiling.store_lines(row_parts, i, tile.high, tl.sum(value * value, 1), ROWS)
         total += value * value
-    if KNOWN != "columns":
+    if AVERAGED != "columns":
         tiling.store_columns(col_parts, tile.wide, tl.sum(total, 0), WIDE)
 
 
@@ -166,22 +166,22 @@ def came_update_squares(
     tiling.run_tile(
         (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (scale_ptr, line_sums_ptr, roots_ptr, sums_ptr),
-        update_squares, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, SPLIT=SPLIT),
+        update_squares, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Constants(G=G, SPLIT=SPLIT),
     )  # fmt: skip
 
 
 @triton.jit
-def update_squares(tile, tables, mode, own):
+def update_squares(tile, tables, mode, const):
     """Store the sum of u^2 of a tile, and its matrix's root."""
     scale_ptr, line_sums_ptr, roots_ptr, sums_ptr = tables
     root_ptr = scaling.root_at(tile, roots_ptr)
-    root = scaling.row_root(tile, line_sums_ptr, root_ptr, own.SPLIT, mode.WIDE)
-    if (own.SPLIT is None) & (tile.line == 0) & (tile.column == 0):
+    root = scaling.row_root(tile, line_sums_ptr, root_ptr, const.SPLIT, mode.WIDE)
+    if (const.SPLIT is None) & (tile.line == 0) & (tile.column == 0):
         tl.store(root_ptr, root)
     address, r = tl.load(tile.grad_ptr), tiling.row_averages(tile, layout.slot.SQ_ROW)
     c = scaling.column_factors(tiling.column_averages(tile, layout.slot.SQ_COL), tile, mode.WIDE)
     numbers = common.gradient_scale(scale_ptr, tile.option_ptr), root
-    g = common.at(address, tile.start, own.G)
+    g = common.at(address, tile.start, const.G)
     if tiling.aligned(address, tile, mode):
         total = update_square_sum(g, tile, numbers, r, c, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:
@@ -245,12 +245,12 @@ def came_average(
     tiling.run_tile(
         (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (scale_ptr, roots_ptr, factors_ptr, partials_ptr),
-        average, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Own(G=G, S=S, M_FORM=M_FORM, CUT=CUT),
+        average, False, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK), Constants(G=G, S=S, M_FORM=M_FORM, CUT=CUT),
     )  # fmt: skip
 
 
 @triton.jit
-def average(tile, tables, mode, own):
+def average(tile, tables, mode, const):
     """Advance the average of a tile; store the partial sums of its residual."""
     scale_ptr, roots_ptr, factors_ptr, partials_ptr = tables
     parts = tiling.parts_at(tile, partials_ptr, mode)
@@ -265,14 +265,14 @@ def average(tile, tables, mode, own):
         common.number(tile.option_ptr + layout.option.BETA1_REST),
         root,
     )
-    pointers = common.at(g, tile.start, own.G), tiling.average_at(tile, own.S, own.M_FORM), r, parts
-    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), own.M_FORM == "int4", own.CUT)
+    pointers = common.at(g, tile.start, const.G), tiling.average_at(tile, const.S, const.M_FORM), r, parts
+    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), const.M_FORM == "int4", const.CUT)
     if not tiling.aligned(m, tile, mode):
-        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, 1, 1, mode.WIDE, layout.FEW)
+        average_tile(pointers, tile, numbers, c, rng_key, const.M_FORM, 1, 1, mode.WIDE, layout.FEW)
     elif g % 16 == 0:
-        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, mode.VECTOR, mode.VECTOR, mode.WIDE, mode.BLOCK)
+        average_tile(pointers, tile, numbers, c, rng_key, const.M_FORM, mode.VECTOR, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:  # gradients of FSDP2 and DDP are often not aligned: only they are loaded one element at a time
-        average_tile(pointers, tile, numbers, c, rng_key, own.M_FORM, mode.VECTOR, 1, mode.WIDE, 2 * layout.FEW)
+        average_tile(pointers, tile, numbers, c, rng_key, const.M_FORM, mode.VECTOR, 1, mode.WIDE, 2 * layout.FEW)
 
 
 @triton.jit
@@ -313,30 +313,30 @@ def came_apply(
         (slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr),
         (line_sums_ptr, roots_ptr, factors_ptr, sums_ptr),
         apply, True, tiling.Mode(VECTOR, TALL, WIDE, TILE_BLOCK),
-        Own(X=X, S=S, M_FORM=M_FORM, ROUNDING=ROUNDING, CUT=CUT, SPLIT=SPLIT),
+        Constants(X=X, S=S, M_FORM=M_FORM, ROUNDING=ROUNDING, CUT=CUT, SPLIT=SPLIT),
     )  # fmt: skip
 
 
 @triton.jit
-def apply(tile, tables, mode, own):
+def apply(tile, tables, mode, const):
     """Step a tile of the parameter; store the sum of its factors."""
     line_sums_ptr, roots_ptr, factors_ptr, sums_ptr = tables
     factor_ptr = factors_ptr + tile.index * layer_layout.FACTOR
-    root = scaling.row_root(tile, line_sums_ptr, scaling.root_at(tile, roots_ptr), own.SPLIT, mode.WIDE)
+    root = scaling.row_root(tile, line_sums_ptr, scaling.root_at(tile, roots_ptr), const.SPLIT, mode.WIDE)
     r = tiling.row_averages(tile, layout.slot.RES_ROW)
     c = scaling.column_factors(tiling.column_averages(tile, layout.slot.RES_COL), tile, mode.WIDE)
     c *= common.number(factor_ptr + layout.RES_FACTOR)
     lr = tl.load(factor_ptr + layout.RATE)
     numbers = lr.to(tl.float32), (lr * tl.load(tile.option_ptr + columns.DECAY)).to(tl.float32), root
-    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), own.ROUNDING == "stochastic", own.CUT)
-    stored = tiling.average_at(tile, own.S, own.M_FORM)
-    pointers = weights.weight_at(tile.slot_ptr, tile.start, own.X, own.ROUNDING), stored, r
+    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), const.ROUNDING == "stochastic", const.CUT)
+    stored = tiling.average_at(tile, const.S, const.M_FORM)
+    pointers = weights.weight_at(tile.slot_ptr, tile.start, const.X, const.ROUNDING), stored, r
     addresses = weights.weight_addresses(tile.slot_ptr) | tl.load(tile.slot_ptr + columns.slot.EXP_AVG)
     if tiling.aligned(addresses, tile, mode):
-        total = apply_tile(pointers, tile, numbers, c, rng_key, own, mode.VECTOR, mode.WIDE, mode.BLOCK)
+        total = apply_tile(pointers, tile, numbers, c, rng_key, const, mode.VECTOR, mode.WIDE, mode.BLOCK)
     else:
-        total = apply_tile(pointers, tile, numbers, c, rng_key, own, 1, mode.WIDE, layout.FEW)
-    if own.SPLIT is None:
+        total = apply_tile(pointers, tile, numbers, c, rng_key, const, 1, mode.WIDE, layout.FEW)
+    if const.SPLIT is None:
         there = tl.arange(0, mode.WIDE) < tile.wide
         confidence = total * tl.sum(tl.where(there, c, 0.0).to(tl.float64), 0)
         tl.store(sums_ptr + tile.number * layout.SUM + layout.CONFIDENCES, confidence)
@@ -344,7 +344,7 @@ def apply(tile, tables, mode, own):
 
 @triton.jit
 def apply_tile(
-    pointers, tile, numbers, c, rng_key, own, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    pointers, tile, numbers, c, rng_key, const, VECTOR: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Step a tile of the parameter; return the sum of the rows' factors."""
     ROWS: tl.constexpr = BLOCK // WIDE
@@ -352,15 +352,15 @@ def apply_tile(
     lr, decay, root = numbers
     total = tl.zeros((ROWS,), tl.float64)
     for i in range(0, tile.high, ROWS):
-        where = tiling.rows_at(i, tile, own.M_FORM, VECTOR, WIDE, ROWS)
-        m = codec.read_moment(stored, where, own.M_FORM, VECTOR)
+        where = tiling.rows_at(i, tile, const.M_FORM, VECTOR, WIDE, ROWS)
+        m = codec.read_moment(stored, where, const.M_FORM, VECTOR)
         r = scaling.row_factors(row_averages, i, tile, root, ROWS)
-        x = weights.read_weight(weight, where.offsets, where.mask, own.ROUNDING, VECTOR)
+        x = weights.read_weight(weight, where.offsets, where.mask, const.ROUNDING, VECTOR)
         starts = tile.start + (i + tl.arange(0, ROWS)) * tile.width
         rng = weights.Rng(rng_key, starts[:, None], tl.arange(0, WIDE)[None, :])
         x -= decay * x
         x -= lr * scaling.update(m, r, c)  # CAME-x
-        weights.write_weight(weight, where.offsets, where.mask, x, rng, own.ROUNDING, VECTOR)
+        weights.write_weight(weight, where.offsets, where.mask, x, rng, const.ROUNDING, VECTOR)
         total += tl.where(i + tl.arange(0, ROWS) < tile.high, r, 0.0).to(tl.float64)
     return tl.sum(total, 0)
 

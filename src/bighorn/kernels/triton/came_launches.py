@@ -83,8 +83,8 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
             return self.chunks
         return [each.tiles for each in self.grids]
 
-    def own_columns(self) -> list[dict[str, int]]:
-        """See `LaunchGroup.own_columns`."""
+    def algorithm_columns(self) -> list[dict[str, int]]:
+        """See `LaunchGroup.algorithm_columns`."""
         columns: list[dict[str, int]] = []
         tile = strip = matrix = part = line = 0
         for (index, i), tiles, each in zip(self.indices, self.tile_counts(), self.grids, strict=True):
@@ -116,7 +116,7 @@ class CameLaunchGroup(LaunchGroup[CameOptions]):
         """Make one CAME step: the second moment and the size of u, then the average with its residual, then x."""
         self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
-            self.launch(self.kernels.came_squares, KNOWN="")
+            self.launch(self.kernels.came_squares, AVERAGED="")
             self.launch(self.kernels.came_lines, RESIDUAL=False)
             self.launch(self.kernels.came_update_squares)
             self.launch(self.kernels.came_totals)

@@ -38,7 +38,7 @@ class Lines:
     """The rows, or the columns, of all matrices of a launch group.
 
     Attributes:
-        here: Their indices among the lines that kernels write.
+        indices: Their indices among the lines that kernels write.
         positions: Their positions among the lines of all ranks.
         per_matrix: The number of lines that each matrix has on this rank.
         in_all: The number of lines that each matrix has on all ranks.
@@ -46,7 +46,7 @@ class Lines:
         present: Which of this rank's lines belong to tensors with a gradient; None if all do.
     """
 
-    here: Tensor
+    indices: Tensor
     positions: Tensor
     per_matrix: Tensor
     in_all: Tensor
@@ -55,15 +55,15 @@ class Lines:
 
     def spread(self, lines: Tensor) -> Tensor:
         """Return lines at their positions among all ranks' lines, with 0 for the lines of other ranks."""
-        return lines.new_zeros(self.size).index_copy_(0, self.positions, where(self.present, lines[self.here]))
+        return lines.new_zeros(self.size).index_copy_(0, self.positions, where(self.present, lines[self.indices]))
 
     def take(self, lines: Tensor, whole: Tensor) -> None:
         """Copy this rank's lines from all ranks' lines."""
-        lines[self.here] = whole[self.positions]
+        lines[self.indices] = whole[self.positions]
 
-    def sums_here(self, lines: Tensor) -> Tensor:
+    def matrix_sums(self, lines: Tensor) -> Tensor:
         """Return the sum over each matrix's lines."""
-        return segment_sums(lines[self.here], self.per_matrix)
+        return segment_sums(lines[self.indices], self.per_matrix)
 
 
 class CameShardLaunchGroup(CameLaunchGroup):
@@ -89,8 +89,8 @@ class CameShardLaunchGroup(CameLaunchGroup):
             self.by_row, self.by_col = (self._lines(self.grids, shards, of_rows) for of_rows in (True, False))
             counts = [self._whole(shard)[0] for shard in shards]
             firsts = itertools.accumulate(counts[:-1], initial=0)
-            here = [each.positions_along(range(row_axis(len(each.shape), self.factor))) for each in shards]
-            self.matrices = torch.cat([first + each for first, each in zip(firsts, here, strict=True)]).to(device)
+            positions = [each.positions_along(range(row_axis(len(each.shape), self.factor))) for each in shards]
+            self.matrices = torch.cat([first + each for first, each in zip(firsts, positions, strict=True)]).to(device)
             self.matrices_per_slot = uploads.table(counts, torch.int64)
             self.matrix_to_slot = self.program_table([each.count for each in self.grids])
 
@@ -105,7 +105,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
         self.options, self.scale, self.apply_mask, self.compile_only = options, scale, apply_mask, compile_only
         if self.factored:
             self.find_present()
-            self.launch(self.kernels.came_squares, KNOWN="")
+            self.launch(self.kernels.came_squares, AVERAGED="")
             self.launch(self.kernels.came_lines, RESIDUAL=False)
             u_sums, x_sums = yield from self.update_sums()
         else:
@@ -131,12 +131,12 @@ class CameShardLaunchGroup(CameLaunchGroup):
         for lines in (self.by_row, self.by_col):
             lines.present = None
             if present is not None:
-                lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.here))
+                lines.present = present.repeat_interleave(lines.per_matrix, output_size=len(lines.indices))
 
     def update_sums(self) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
         """Return the sums of u^2 and x^2 over each tensor, and add up the averages of squares over all ranks."""
         if self.split in ("rows", "columns"):
-            self.launch(self.kernels.came_squares, KNOWN=self.split)
+            self.launch(self.kernels.came_squares, AVERAGED=self.split)
             self.launch(self.shard_kernels.came_line_sums)
             inner = self.split_lines.spread(self.inner)
             inner, lines, mean, x_sums = yield from self.one_whole(inner, self.sums_of_tiles()[1], residual=False)
@@ -149,7 +149,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     def confidence_sums(self) -> Generator[Tensor, None, Tensor]:
         """Return the sums of 1 / sqrt of the residuals' averages over each tensor; add up the averages over ranks."""
         if self.split in ("rows", "columns"):
-            inner = self.spread(self.known_lines.sums_here(self.lines.rsqrt()))
+            inner = self.spread(self.whole_lines.matrix_sums(self.lines.rsqrt()))
             inner, lines, mean = yield from self.one_whole(inner, residual=True)
             return self.over_matrices(mean.sqrt() * inner * segment_sums(lines.rsqrt(), self.split_lines.in_all))
         whole = yield from self.both_whole(residual=True)
@@ -157,16 +157,16 @@ class CameShardLaunchGroup(CameLaunchGroup):
             (row, col), mean = whole
             inner = segment_sums(row.rsqrt(), self.by_row.in_all)
             return self.over_matrices(mean.sqrt() * inner * segment_sums(col.rsqrt(), self.by_col.in_all))
-        rsqrt, mean = self.lines.rsqrt(), self.mean_here()
-        inner = mean.sqrt() * self.by_row.sums_here(rsqrt) * self.by_col.sums_here(rsqrt)
+        rsqrt, mean = self.lines.rsqrt(), self.local_mean()
+        inner = mean.sqrt() * self.by_row.matrix_sums(rsqrt) * self.by_col.matrix_sums(rsqrt)
         (sums,) = yield from added_up(self.over_matrices(self.spread(inner)), dtype=torch.float32)
         return sums
 
     def one_whole(self, inner: Tensor, *also: Tensor, residual: bool) -> Generator[Tensor, None, tuple[Tensor, ...]]:
         """Add up `inner`, the averages that are split, and `also`; return them, with the means of rows in between."""
-        known = self.spread(self.known_lines.sums_here(self.lines))
+        line_sums = self.spread(self.whole_lines.matrix_sums(self.lines))
         dtype = torch.float32 if residual else torch.float64
-        sent = inner, self.split_lines.spread(self.lines), known, *also
+        sent = inner, self.split_lines.spread(self.lines), line_sums, *also
         inner, lines, total, *rest = yield from added_up(*sent, dtype=dtype)
         total = total if self.split == "rows" else segment_sums(lines, self.by_row.in_all)
         self.settle([self.split_lines], [lines], total / self.by_row.in_all, residual)
@@ -175,7 +175,7 @@ class CameShardLaunchGroup(CameLaunchGroup):
     def both_whole(self, residual: bool) -> Generator[Tensor, None, tuple[tuple[Tensor, Tensor], Tensor] | None]:
         """Add up all averages if both dims are split; return them and the means of rows."""
         if self.split == "none":
-            self.roots.copy_(self.mean_here().sqrt())
+            self.roots.copy_(self.local_mean().sqrt())
             return None
         sent = self.by_row.spread(self.lines), self.by_col.spread(self.lines)
         row, col = yield from added_up(*sent, dtype=torch.float32)
@@ -196,13 +196,13 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return self.by_col if self.split == "rows" else self.by_row
 
     @property
-    def known_lines(self) -> Lines:
+    def whole_lines(self) -> Lines:
         """The lines whose averages are not split."""
         return self.by_row if self.split == "rows" else self.by_col
 
-    def mean_here(self) -> Tensor:
+    def local_mean(self) -> Tensor:
         """Return the mean of the row averages of each matrix, which must be whole on this rank."""
-        return self.by_row.sums_here(self.lines) / self.by_row.per_matrix.clamp(min=1)
+        return self.by_row.matrix_sums(self.lines) / self.by_row.per_matrix.clamp(min=1)
 
     def spread(self, values: Tensor) -> Tensor:
         """Return one number per matrix at the matrix's position among all ranks' matrices."""
@@ -238,22 +238,22 @@ class CameShardLaunchGroup(CameLaunchGroup):
         return matrix_shape(torch.Size(shard.shape), self.factor)
 
     def _lines(self, grids: list[TileGrid], shards: list[Shard], of_rows: bool) -> Lines:
-        here, positions, per_matrix, in_all = [], [], [], []
+        indices, positions, per_matrix, in_all = [], [], [], []
         start = first = 0
         for (index, i), shard, each in zip(self.indices, shards, grids, strict=True):
             count, height, width = self._whole(shard)
-            mine, length = (each.height, height) if of_rows else (each.width, width)
+            local, length = (each.height, height) if of_rows else (each.width, width)
             dims, axis = range(len(shard.shape)), row_axis(len(shard.shape), self.factor)
             along = dims[: axis + 1] if of_rows else (*dims[:axis], *dims[axis + 1 :])
             average = self.buckets[index].state[f"exp_avg_sq_{'row' if of_rows else 'col'}"][i]
             line = start + (0 if of_rows else each.count * each.height)
-            here.append(torch.arange(line, line + each.count * mine))
+            indices.append(torch.arange(line, line + each.count * local))
             positions.append(first + shard.positions_along(along, average))
-            per_matrix += [mine] * each.count
+            per_matrix += [local] * each.count
             in_all += [length] * count
             start, first = start + each.lines, first + count * length
         return Lines(
-            torch.cat(here).to(self.device),
+            torch.cat(indices).to(self.device),
             torch.cat(positions).to(self.device),
             self.uploads.table(per_matrix, torch.int64),
             self.uploads.table(in_all, torch.int64),

@@ -46,8 +46,8 @@ class Mode(NamedTuple):
 
 
 @triton.jit
-def run_tile(tables, own, RULE: tl.constexpr, REVERSE: tl.constexpr, mode, own_mode):
-    """Apply a rule to a program's tile; `own` are the tables and `own_mode` the constants that the rule has besides."""
+def run_tile(tables, rule_tables, RULE: tl.constexpr, REVERSE: tl.constexpr, mode, const):
+    """Apply a rule to a program's tile; `rule_tables` and `const` are what the rule has besides."""
     slots_ptr, grads_ptr, tile_to_slot_ptr, options_ptr, apply_mask_ptr = tables
     number = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSE else tl.program_id(0)
     index = tl.load(tile_to_slot_ptr + number).to(tl.int64)
@@ -63,7 +63,7 @@ def run_tile(tables, own, RULE: tl.constexpr, REVERSE: tl.constexpr, mode, own_m
     high, wide = tl.minimum(height - line, mode.TALL).to(tl.int32), tl.minimum(width - column, mode.WIDE).to(tl.int32)
     grad_ptr = grads_ptr + index
     tile = Tile(number, index, slot_ptr, option_ptr, grad_ptr, start, high, wide, width, matrix, line, column)
-    RULE(tile, own, mode, own_mode)
+    RULE(tile, rule_tables, mode, const)
 
 
 @triton.jit

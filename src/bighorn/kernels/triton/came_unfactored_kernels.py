@@ -18,7 +18,7 @@ V = tl.constexpr(tl.float32)
 """The dtype of the second moment."""
 
 
-class Own(NamedTuple):
+class Constants(NamedTuple):
     """CAME's constants."""
 
     SCALES_LR: Any
@@ -35,7 +35,7 @@ def came_second_moment(
     layer.run_chunk(
         (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), second_moment, second_numbers, True,
-        layer.Mode(X, G, V, V, "", "", ROUNDING, False, CHUNK, BLOCK, Own(SCALES_LR), layout.SUM),
+        layer.Mode(X, G, V, V, "", "", ROUNDING, False, CHUNK, BLOCK, Constants(SCALES_LR), layout.SUM),
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def second_moment(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums
     v = beta2 * codec.read_moment(stored[1], place.where, mode.V_FORM, VECTOR) + rest * (g * g + eps)  # CAME-v
     u = scaling.unfactored(g, codec.write_moment(stored[1], place.where, v, place.rng, mode.V_FORM, VECTOR))
     weight, update = layer.with_squares((sums[layout.X_SQUARES], sums[layout.U_SQUARES]), x, u)
-    return update, weight if mode.OWN.SCALES_LR else sums[layout.X_SQUARES], sums[layout.CONFIDENCES]
+    return update, weight if mode.CONSTANTS.SCALES_LR else sums[layout.X_SQUARES], sums[layout.CONFIDENCES]
 
 
 @triton.jit

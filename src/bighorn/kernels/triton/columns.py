@@ -56,7 +56,7 @@ slot: Any = SlotColumns(
 """The columns that every algorithm has; its own come after these."""
 
 # The table of hyper-parameters: float64, a row for each bucket (Triton reserves the name `options`).
-LR, SIGN, DECAY, OWN_OPTION = numbered(4)  # SIGN is -1 to maximize
+LR, SIGN, DECAY, ALGORITHM_OPTION = numbered(4)  # SIGN is -1 to maximize
 OPTION = tl.constexpr(16)
 
 
@@ -64,8 +64,8 @@ class OptionColumns:
     """An algorithm's columns in the table of hyper-parameters: their names, for kernels, and their values."""
 
     def __init__(self, **values: Callable[[Any], float]) -> None:
-        self._values, self._rest = tuple(values.values()), [0.0] * (OPTION.value - OWN_OPTION.value - len(values))
-        self.__dict__.update(zip(values, numbered(len(values), OWN_OPTION), strict=True))
+        self._values, self._rest = tuple(values.values()), [0.0] * (OPTION.value - ALGORITHM_OPTION.value - len(values))
+        self.__dict__.update(zip(values, numbered(len(values), ALGORITHM_OPTION), strict=True))
 
     def row(self, options: Any) -> list[float]:
         """Return the values for a bucket's options, in the order of the columns, up to the end of the row."""

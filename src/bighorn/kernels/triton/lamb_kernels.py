@@ -20,7 +20,7 @@ from bighorn.kernels.triton import lamb_layout as layout
 from bighorn.kernels.triton import layer_kernels as layer
 
 
-class Own(NamedTuple):
+class Constants(NamedTuple):
     """LAMB's constants."""
 
     DECAY_MODE: Any
@@ -56,7 +56,7 @@ def lamb_moments(
     layer.run_chunk(
         (slots_ptr, grads_ptr, program_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), moments, moment_numbers, True,
-        layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE),
+        layer.Mode(X, G, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Constants(DECAY_MODE),
                    3 if DECAY_MODE == "ball" else 2),
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
     """Step a block of the moments, and of x without a trust ratio; add to the sums."""
     of_update, beta1, beta2, beta3, beta4, writes_x = numbers
     m_factor, root_eps, stride, decay, back = of_update
-    if mode.OWN.DECAY_MODE == "l2":
+    if mode.CONSTANTS.DECAY_MODE == "l2":
         g += tl.where(decay == 0, 0.0, decay * x)  # a weight that is not finite leaves the moments as they are
     m, v = read_moments(stored, place, VECTOR, mode)
     m = beta1 * m + beta3 * g  # LAMB-m
@@ -92,16 +92,16 @@ def moments(x, g, stored, numbers, place, VECTOR: tl.constexpr, mode, sums):
         m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR) * root
     else:
         m = codec.write_moment(stored[0], place.where, m, place.rng, mode.M_FORM, VECTOR)
-    if mode.OWN.DECAY_MODE == "decoupled":
+    if mode.CONSTANTS.DECAY_MODE == "decoupled":
         x *= back
     u = ratio(m, v, m_factor, root_eps, mode)
-    if mode.OWN.DECAY_MODE == "ratio":
+    if mode.CONSTANTS.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     if VECTOR != common.UNMASKED:
         u = tl.where(place.where.mask, u, 0.0)  # without eps, u is 0 / 0 for elements outside the mask
     if writes_x:
         _stored = layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
-    return layer.with_products(sums, x, u) if mode.OWN.DECAY_MODE == "ball" else layer.with_squares(sums, x, u)
+    return layer.with_products(sums, x, u) if mode.CONSTANTS.DECAY_MODE == "ball" else layer.with_squares(sums, x, u)
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def lamb_apply(
     layer.run_chunk(
         (slots_ptr, grads_ptr, waiting_to_slot_ptr, options_ptr, scale_ptr, apply_mask_ptr, factors_ptr, sums_ptr),
         (columns.slot.EXP_AVG, columns.slot.EXP_AVG_SQ), step, update_numbers, False,
-        layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Own(DECAY_MODE)),
+        layer.Mode(X, X, S, V, M_FORM, V_FORM, ROUNDING, CUT, CHUNK, BLOCK, Constants(DECAY_MODE)),
         READS_G=False, CODES=CODES,
     )  # fmt: skip
 
@@ -173,10 +173,10 @@ def step(x, _g, stored, numbers, place, VECTOR: tl.constexpr, mode):
     """Step a block of x."""
     m_factor, root_eps, stride, decay, back = numbers
     m, v = read_moments(stored, place, VECTOR, mode)
-    if mode.OWN.DECAY_MODE == "decoupled" or mode.OWN.DECAY_MODE == "ball":
+    if mode.CONSTANTS.DECAY_MODE == "decoupled" or mode.CONSTANTS.DECAY_MODE == "ball":
         x *= back
     u = ratio(m, v, m_factor, root_eps, mode)
-    if mode.OWN.DECAY_MODE == "ratio":
+    if mode.CONSTANTS.DECAY_MODE == "ratio":
         u += decay * x  # LAMB-u
     layer.write_weight(place, x - stride * u, VECTOR, mode)  # LAMB-x
 

@@ -118,7 +118,7 @@ class LaunchGroup(Generic[Options]):
         size = math.prod(codec.scales_shape(x.shape)) * codec.BLOCK if options.blocks else x.numel()
         return max(1, -(-size // CHUNK))
 
-    def own_columns(self) -> list[dict[str, int]]:
+    def algorithm_columns(self) -> list[dict[str, int]]:
         """Return the values of the algorithm's columns in the table of slots, by their names."""
         return [{} for _ in self.indices]
 
@@ -139,7 +139,7 @@ class LaunchGroup(Generic[Options]):
 
     def update_gradients(self) -> None:
         """Upload the addresses of this step's gradients, in the order of their parameters, if they have changed."""
-        each = [b.known if b.known[0] is b.grads else b.read_addresses() for b in self.buckets]
+        each = [b.grad_addresses if b.grad_addresses[0] is b.grads else b.read_addresses() for b in self.buckets]
         grads, addresses = (list(itertools.chain.from_iterable(lists)) for lists in zip(*each, strict=True))
         grads, addresses = (list(map(values.__getitem__, self.flat_indices)) for values in (grads, addresses))
         self.missing = 0 in addresses and type(None) in set(map(type, grads))
@@ -195,7 +195,7 @@ class LaunchGroup(Generic[Options]):
         slots: list[list[int]] = []
         unique_steps: set[int] = set()
         first = 0
-        for (index, i), own, programs in zip(self.indices, self.own_columns(), self.chunks, strict=True):
+        for (index, i), values, programs in zip(self.indices, self.algorithm_columns(), self.chunks, strict=True):
             bucket = self.buckets[index]
             x, addresses = bucket.params[i], bucket.addresses(i)
             step = addresses["step"]
@@ -214,7 +214,7 @@ class LaunchGroup(Generic[Options]):
                     INNER=max(1, math.prod(x.shape[1:])),
                     **{column: addresses.get(name, 0) for column, name in self.layout.ADDRESSES.items()},
                     **random_columns(bucket, i),
-                    **own,
+                    **values,
                 )
             )
             unique_steps.add(step)

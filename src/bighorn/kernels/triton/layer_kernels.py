@@ -35,7 +35,7 @@ class Mode(NamedTuple):
     CUT: Any
     CHUNK: Any
     BLOCK: Any
-    OWN: Any = tl.constexpr(0)
+    CONSTANTS: Any = tl.constexpr(0)
     """The algorithm's."""
     SUMS: Any = tl.constexpr(2)
     """The number of sums of a chunk, `sums` of its options."""

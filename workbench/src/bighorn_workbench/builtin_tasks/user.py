@@ -22,7 +22,7 @@ from bighorn_workbench.tasks import defaults
 from bighorn_workbench.values import suggestion
 
 METHODS = ("model", "batches", "loss", "evaluate")
-OWN_CODE = (str(Path(__file__).parents[1]), "<frozen importlib", str(Path(importlib.util.__file__).parent))
+HIDDEN_PATHS = (str(Path(__file__).parents[1]), "<frozen importlib", str(Path(importlib.util.__file__).parent))
 
 
 NO_DEFAULT = object()
@@ -115,7 +115,7 @@ def member(what: str, of: Any, name: str, default: Any = NO_DEFAULT) -> Any:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback of an error, from the first frame that is not ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    while frames and frames[0].filename.startswith(OWN_CODE):
+    while frames and frames[0].filename.startswith(HIDDEN_PATHS):
         del frames[0]
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
     return "".join([*head, *traceback.format_exception_only(error)]).rstrip()

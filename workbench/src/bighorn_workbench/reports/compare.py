@@ -32,8 +32,8 @@ def compare_report(
         values = [(cell.optimizer, cell.value) for cell in cells]
         by_batch, lines = partial(plots.dots, values, f"test {metric}", percent=is_share(metric)), "optimizer"
         panels = [(f"batch size {sizes[0]:,}", [(cell.optimizer, cell) for cell in cells])]
-    curves = [(title, [(name, *_by_epoch(cell)) for name, cell in mine]) for title, mine in panels]
-    rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in mine]) for title, mine in panels]
+    curves = [(title, [(name, *_by_epoch(cell)) for name, cell in members]) for title, members in panels]
+    rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in members]) for title, members in panels]
     error = "test error" if is_share(metric) else metric
     seeds, length = len(cells[0].trials), cells[0].trials[0].config.length
     shown = {

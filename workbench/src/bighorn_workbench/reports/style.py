@@ -143,8 +143,8 @@ def finite(values: Any) -> np.ndarray:
 
 def has_lone_points(values: Any) -> bool:
     """Whether a finite value has none beside it, so that no line without markers would show it."""
-    known = np.pad(np.isfinite(np.asarray(values, dtype=float)), 1)
-    return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
+    is_finite = np.pad(np.isfinite(np.asarray(values, dtype=float)), 1)
+    return bool((is_finite[1:-1] & ~is_finite[:-2] & ~is_finite[2:]).any())
 
 
 def add_tip(axes: Axes, x: float, y: float, words: str) -> None:

@@ -37,7 +37,7 @@ help:
 STAMP := $(VENV)/installed
 EDITABLE := --no-build-isolation --config-settings build-dir=build/editable --config-settings cmake.define.BIGHORN_WERROR=ON
 WORKBENCH := --editable './workbench[study]'
-$(STAMP): pyproject.toml workbench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+$(STAMP): pyproject.toml workbench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/bighorn/_kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): downloads, and then the C library, which two cores compile in about 80 seconds at first"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet 'scikit-build-core>=0.11' 'hatchling>=1.26' editables
@@ -61,7 +61,7 @@ $(VENV)/tritons/%: | $(STAMP)
 train: $(STAMP)
 	$(BIN)/bighorn train --report runs/digits.html
 
-C_SOURCES = $(wildcard src/bighorn/kernels/csrc/*.[ch] tests/csrc/*.[ch] tests/device/*.cpp benchmarks/*.c)
+C_SOURCES = $(wildcard src/bighorn/_kernels/csrc/*.[ch] tests/csrc/*.[ch] tests/device/*.cpp benchmarks/*.c)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check
@@ -143,7 +143,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\(.*\)".*/\1/p' pyproject.toml)
 TORCH ?=
 OLDEST := build/torch-$(OLDEST_TORCH)
 NEWEST := build/torch-$(or $(TORCH),newest)
-build/torch-%/installed: pyproject.toml workbench/pyproject.toml CMakeLists.txt $(wildcard src/bighorn/kernels/csrc/*)
+build/torch-%/installed: pyproject.toml workbench/pyproject.toml CMakeLists.txt $(wildcard src/bighorn/_kernels/csrc/*)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --editable . $(WORKBENCH) \
 	  '$(if $(filter newest,$*),torch,torch==$*.*)' hypothesis pytest pytest-timeout pytest-xdist
@@ -178,10 +178,10 @@ slow: $(STAMP) $(TRITONS:%=$(VENV)/tritons/%) $(MORE_TRITONS:%=$(VENV)/tritons/%
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m slow
 
 # A second install of the package, whose C library ends the process at a wrong address or at undefined behaviour.
-build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py src/bighorn/kernels/csrc/*)
+build/sanitized: $(STAMP) $(wildcard src/bighorn/*.py src/bighorn/*/*.py src/bighorn/*/*/*.py src/bighorn/_kernels/csrc/*)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $@ \
 	  --config-settings cmake.define.BIGHORN_SANITIZE=ON --config-settings build-dir=build/sanitized-objects .
-	test -f $@/bighorn/kernels/libbighorn.so
+	test -f $@/bighorn/_kernels/libbighorn.so
 	touch $@
 
 # All kernels of the CPU under both; `make test` runs a covering set. SANITIZE=... gives pytest other arguments.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bighorn import kernels
-from bighorn.kernels.triton.device import interpreted
+from bighorn import _kernels as kernels
+from bighorn._kernels.triton.device import interpreted
 from tests.support import cases, fake_gpu, selection, triton_interpreter
 from tests.support.cases import Kind
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels.triton import device
+from bighorn._kernels.triton import device
 from tests.support.cases import CASES, Case, set_gradients
 
 STEPS = 3

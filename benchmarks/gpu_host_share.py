@@ -19,8 +19,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.kernels import Bucket
-from bighorn.kernels.triton.stepper import Stepper
+from bighorn._kernels import Bucket
+from bighorn._kernels.triton.stepper import Stepper
 from bighorn_workbench.environment import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

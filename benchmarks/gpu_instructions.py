@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import came_launches, device, launch_group, tiles
+from bighorn._kernels.triton import came_launches, device, launch_group, tiles
 from tests.support import kernel_variants
 from tests.support.kernel_compilation import TARGETS, build
 from tests.support.triton_compat import BINARIES

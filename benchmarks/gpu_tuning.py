@@ -16,8 +16,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import came_launches, lamb, launch_group
-from bighorn.kernels.triton.common_kernels import LANES
+from bighorn._kernels.triton import came_launches, lamb, launch_group
+from bighorn._kernels.triton.common_kernels import LANES
 from bighorn_workbench import cuda
 from bighorn_workbench.shapes import SHAPES
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bighorn
-from bighorn import kernels
-from bighorn.kernels.cpu import library
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
 from ledger_steps import Events, steps_of
 
 PACKAGE = str(Path(bighorn.__file__).parent)

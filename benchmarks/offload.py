@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from bighorn import Came, Lamb, offload
-from bighorn.offloading import OffloadedOptimizer, step
-from bighorn.offloading.copies import Pairs
+from bighorn.offloading import OffloadedOptimizer
+from bighorn.offloading import _step as step
+from bighorn.offloading._copies import Pairs
 from bighorn_workbench import files
 from bighorn_workbench.environment import provenance
 from bighorn_workbench.measure import spread

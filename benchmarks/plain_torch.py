@@ -23,7 +23,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels.foreach import lists
+from bighorn._kernels.foreach import lists
 from bighorn_workbench.peers import PEERS
 from bighorn_workbench.shapes import SHAPES
 from tests.device import stand_in

@@ -35,9 +35,9 @@ def tagged(text: str, prefix: str) -> dict[str, list[str]]:
 def code_by_tag(name: str) -> list[str]:
     """Return the lines of an algorithm's reference by tag."""
     prefix = name.upper()
-    code = tagged((ROOT / "src/bighorn/kernels/reference" / f"{name}.py").read_text(), prefix)
+    code = tagged((ROOT / "src/bighorn/_kernels/reference" / f"{name}.py").read_text(), prefix)
     rows = [f"| `{prefix}-{tag}` | {cells(lines)} |" for tag, lines in code.items()]
-    return [f"| tag | code of `kernels/reference/{name}.py` |", "|---|---|", *rows, ""]
+    return [f"| tag | code of `_kernels/reference/{name}.py` |", "|---|---|", *rows, ""]
 
 
 def cells(lines: list[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bighorn import compat
-from bighorn.optim.optimizer import KernelOptimizer
+from bighorn._optim.optimizer import KernelOptimizer
 
 WIDTH = 84
 """The characters of a line of code that a page shows."""

@@ -1,15 +1,15 @@
 """Bighorn: fused LAMB, CAME and LARS for PyTorch. Sharded runs match a single process up to rounding."""
 
 from bighorn import groups, schedules, telemetry
-from bighorn.backend_status import BackendStatus, Status, status
-from bighorn.distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
+from bighorn._backend_status import BackendStatus, Status, status
+from bighorn._distributed import FlatLayout, Fragment, TailOverlap, megatron_groups, release_gradients, shard_update
+from bighorn._optim.came import Came, CameTelemetry
+from bighorn._optim.checkpointing import ConvertedStateWarning
+from bighorn._optim.lamb import Lamb, LambTelemetry
+from bighorn._optim.lars import Lars, LarsTelemetry
+from bighorn._optim.presets import CAME_PRESETS, LARS_PRESETS, PRESETS, Preset
+from bighorn._scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 from bighorn.offloading import offload
-from bighorn.optim.came import Came, CameTelemetry
-from bighorn.optim.checkpointing import ConvertedStateWarning
-from bighorn.optim.lamb import Lamb, LambTelemetry
-from bighorn.optim.lars import Lars, LarsTelemetry
-from bighorn.optim.presets import CAME_PRESETS, LARS_PRESETS, PRESETS, Preset
-from bighorn.scaling import ExponentialScale, FixedScale, LossScaler, WindowScale
 
 __all__ = [
     "CAME_PRESETS",

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bighorn.arguments import nearest
-from bighorn.names import Exclusion, check_exclusion, common_prefix, excludes, unwrapped
+from bighorn._arguments import nearest
+from bighorn._names import Exclusion, check_exclusion, common_prefix, excludes, unwrapped
 
 __all__ = ["Rule", "by_rules", "report", "zero_initialized"]
 
-REST = "everything else"
+_REST = "everything else"
 """The name of the group of parameters that no rule matches."""
 
 
@@ -101,14 +101,14 @@ def by_rules(
     for rule in rules:
         if not isinstance(rule, Rule):
             raise TypeError(f"rules must be a list of Rule, not of {type(rule).__name__} ({rule!r})")
-    taken: list[list[tuple[str, Tensor]]] = [[] for _ in (*rules, REST)]
+    taken: list[list[tuple[str, Tensor]]] = [[] for _ in (*rules, _REST)]
     for name, param in params:
         index = next((i for i, rule in enumerate(rules) if rule.matches(name, param)), len(rules))
         taken[index].append((name, param))
     for rule, members in zip(rules, taken, strict=False):
         if not members:
             raise ValueError(f"{rule!r} takes no parameter: {_why_nothing(rule, params)}")
-    headers = [{"name": rule.label, **rule.options} for rule in rules] + [{"name": REST}]
+    headers = [{"name": rule.label, **rule.options} for rule in rules] + [{"name": _REST}]
     return [
         {**header, "params": members if pairs else [param for _, param in members]}
         for header, members in zip(headers, taken, strict=True)

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from bighorn.arguments import integer
+from bighorn._arguments import integer
 
 __all__ = ["Log", "SlowLayers", "log_every", "scalars"]
 
 Log = Callable[[dict[str, float], int], Any]
 """A function of scalars by tag, and of the step: `wandb.log`, `accelerator.log`, or a loop over `writer.add_scalar`."""
 
-SLOW = 0.05
+_SLOW = 0.05
 """The trust ratio below which a layer that started at zero is slow."""
 
-REPORTS = 3
+_REPORTS = 3
 """The number of reports in a row after which slow layers are named."""
 
 
@@ -95,7 +95,7 @@ class SlowLayers:
         True
     """
 
-    def __init__(self, below: float = SLOW) -> None:
+    def __init__(self, below: float = _SLOW) -> None:
         self.below = below
         self._first: tuple[tuple[str, ...], Tensor] | None = None
         self._zero: frozenset[str] | None = None
@@ -122,7 +122,7 @@ class SlowLayers:
             self._zero = frozenset(name for name, norm in zip(names, norms.tolist(), strict=True) if norm == 0)
         now = [name for name in self._zero or () if values.get(f"trust_ratio/{name}", 1.0) < self.below]
         self._reports = Counter({name: self._reports[name] + 1 for name in now})
-        slow = sorted(name for name, reports in self._reports.items() if reports >= REPORTS)
+        slow = sorted(name for name, reports in self._reports.items() if reports >= _REPORTS)
         if slow and self._hint and not self._told:
             self._told = True
             shown = ", ".join(slow[:3]) + (f" and {len(slow) - 3} others" if len(slow) > 3 else "")

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 
 from bighorn import FlatLayout, Fragment
-from bighorn.distributed.flat import FlatGroup, FlatParams
+from bighorn._distributed.flat import FlatGroup, FlatParams
 from tests.support.attack_settings import tries
 
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (4, 6), (5, 1), (3, 5, 2)]

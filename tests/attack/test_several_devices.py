@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 from bighorn import Lamb
-from bighorn.optim.step_plan import scale_and_mask
+from bighorn._optim.step_plan import scale_and_mask
 from tests.support.attack_settings import tries
 
 DEVICES = st.sampled_from(["cuda:0", "cuda:1", "cuda:2"])

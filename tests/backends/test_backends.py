@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, Lars, kernels
-from bighorn.kernels import codec, rounding
-from bighorn.kernels.codec import Dither
-from bighorn.kernels.foreach import lists
-from bighorn.kernels.reference import came as came_reference
-from bighorn.kernels.reference import lamb as reference
-from bighorn.kernels.reference import lars as lars_reference
-from bighorn.kernels.triton.device import interpreted
-from bighorn.optim.state import AUX_STATE_NAMES
+from bighorn import Came, Lamb, Lars
+from bighorn import _kernels as kernels
+from bighorn._kernels import codec, rounding
+from bighorn._kernels.codec import Dither
+from bighorn._kernels.foreach import lists
+from bighorn._kernels.reference import came as came_reference
+from bighorn._kernels.reference import lamb as reference
+from bighorn._kernels.reference import lars as lars_reference
+from bighorn._kernels.triton.device import interpreted
+from bighorn._optim.state import AUX_STATE_NAMES
 from tests.support import scalar_formulas
 from tests.support.buckets import bucket
 from tests.support.case_tensors import BLOCKS, ZOO, double, ordinal

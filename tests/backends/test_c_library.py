@@ -16,14 +16,15 @@ import torch
 from torch.nn import Parameter
 
 import bighorn
-from bighorn import Lars, kernels
-from bighorn.kernels.cpu import abi, library
+from bighorn import Lars
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import abi, library
 from tests.csrc import options_header
 from tests.csrc.compare import differences
 
 HERE = Path(__file__).parent
 ROOT = Path(bighorn.__file__).parent
-CSRC = ROOT / "kernels" / "csrc"
+CSRC = ROOT / "_kernels" / "csrc"
 STATUS = kernels.status()["cpu"]
 needs_the_library = pytest.mark.skipif(not STATUS.available, reason=f"backend cpu: {STATUS.detail}")
 
@@ -55,7 +56,7 @@ def test_the_library_exports_only_what_python_calls() -> None:
     ).stdout
     exported = {line.split()[-1].lstrip("_") for line in output.splitlines()}
     called = {
-        name for path in (ROOT / "kernels").rglob("*.py") for name in re.findall(r"\bbighorn_\w+", path.read_text())
+        name for path in (ROOT / "_kernels").rglob("*.py") for name in re.findall(r"\bbighorn_\w+", path.read_text())
     }
     assert exported == called | {"bighorn_lamb_step", "bighorn_lars_step"}  # layer_step builds these names
 

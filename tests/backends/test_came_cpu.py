@@ -12,11 +12,12 @@ import itertools
 import pytest
 import torch
 
-from bighorn import Came, kernels
-from bighorn.kernels.cpu import library
-from bighorn.kernels.cpu.library import loaded
-from bighorn.kernels.cpu.tensors import TYPES
-from bighorn.kernels.options import CameOptions
+from bighorn import Came
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
+from bighorn._kernels.cpu.library import loaded
+from bighorn._kernels.cpu.tensors import TYPES
+from bighorn._kernels.options import CameOptions
 from tests.backends.test_backends import check_steps
 from tests.support.case_options import CAME_DTYPES, CAME_OPTIONS
 from tests.support.case_tensors import Grad, Leaf

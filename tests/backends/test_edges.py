@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels.triton.device import interpreted
+from bighorn._kernels.triton.device import interpreted
 from tests.support.cases import Kind, leaves_out
 from tests.support.optimizer_runs import figures
 from tests.support.tables import for_every

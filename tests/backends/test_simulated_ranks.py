@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from bighorn import kernels
-from bighorn.kernels import codec
-from bighorn.kernels.foreach import lists
-from bighorn.kernels.rounding import ROUNDING_MODES, Rounding
+from bighorn import _kernels as kernels
+from bighorn._kernels import codec
+from bighorn._kernels.foreach import lists
+from bighorn._kernels.rounding import ROUNDING_MODES, Rounding
 from tests.support.buckets import (
     LAYOUTS,
     Cuts,

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, Lars, kernels
-from bighorn.kernels.cpu import library
+from bighorn import Came, Lamb, Lars
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
 from tests.backends import test_backends, test_came_cpu
 from tests.support import training_digests
 from tests.support.buckets import bucket, same, stepped
@@ -35,7 +36,7 @@ CLEAN = {key: value for key, value in os.environ.items() if not key.startswith((
 
 def run(code: str, **environment: str) -> str:
     """Run code in a new process and return its standard output; fail if the code fails or takes too long."""
-    teams = "from bighorn.kernels.cpu import library\nlibrary._forked = False\n"  # its parent has no team
+    teams = "from bighorn._kernels.cpu import library\nlibrary._forked = False\n"  # its parent has no team
     (process,) = outcomes(teams + textwrap.dedent(code), [[]], {**CLEAN, **environment})
     assert process.code == 0, process.errors[-3000:]
     return process.output

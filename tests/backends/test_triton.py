@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Lamb, kernels
-from bighorn.kernels import Bucket, codec, rounding
-from bighorn.kernels.cpu.tensors import ROUNDING_MODES
-from bighorn.kernels.options import LambOptions
-from bighorn.kernels.triton import came, came_shards, device, lamb, launch_group, tables, tiles
-from bighorn.kernels.triton import columns as of_tables
+from bighorn import Lamb
+from bighorn import _kernels as kernels
+from bighorn._kernels import Bucket, codec, rounding
+from bighorn._kernels.cpu.tensors import ROUNDING_MODES
+from bighorn._kernels.options import LambOptions
+from bighorn._kernels.triton import came, came_shards, device, lamb, launch_group, tables, tiles
+from bighorn._kernels.triton import columns as of_tables
 from tests.support.buckets import OPTIONS, Cuts, Shape, bucket, everything, on_ranks, same, stepped
 from tests.support.cases import set_gradients
 from tests.support.models import MODELS

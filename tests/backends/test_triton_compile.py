@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 from bighorn import Came, Lamb
-from bighorn.kernels.triton import came_launches, device, launch_group, tiles
+from bighorn._kernels.triton import came_launches, device, launch_group, tiles
 from tests.support import kernel_variants
 from tests.support.cases import Kind
 from tests.support.fake_gpu import Driver, compiled_while_numbers_change

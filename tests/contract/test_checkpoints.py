@@ -13,8 +13,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels import codec
-from bighorn.optim.param_groups import COUNT
+from bighorn._kernels import codec
+from bighorn._optim.param_groups import COUNT
 from tests.support.cases import CASES, TORCH, Case, Kind, set_gradients
 from tests.support.covering_cases import covering_states
 from tests.support.optimizer_runs import (

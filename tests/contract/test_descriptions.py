@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bighorn import CAME_PRESETS, PRESETS, Came, Lamb
-from bighorn.optim.presets import ELSEWHERE
+from bighorn._optim.presets import ELSEWHERE
 from bighorn.schedules import Cosine
 from tests.support.cases import KINDS, Kind
 from tests.support.tables import for_every

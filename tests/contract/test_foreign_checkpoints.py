@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came, ConvertedStateWarning, Lamb, Lars
-from bighorn.optim.checkpoint_formats import FORMATS
+from bighorn._optim.checkpoint_formats import FORMATS
 from tests.contract.test_formula_checkpoints import GROUPED_STEPS, NAMES, note
 from tests.support import peer_formulas
 from tests.support.case_tensors import FEW

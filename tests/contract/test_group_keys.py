@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.foreign_options import OF_SGD
+from bighorn._foreign_options import OF_SGD
 from bighorn.schedules import WarmUp
 from tests.support.cases import KINDS, Kind
 from tests.support.error_checks import refused

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bighorn.optim import plan_cache
-from bighorn.optim.plan_cache import Guard, alike, alike_by_attributes
+from bighorn._optim import plan_cache
+from bighorn._optim.plan_cache import Guard, alike, alike_by_attributes
 from tests.support.tables import for_every
 
 

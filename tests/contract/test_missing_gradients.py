@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lars
-from bighorn.optim import plan_builder
+from bighorn._optim import plan_builder
 from tests.support.case_tensors import arranged
 from tests.support.cases import HAS_GRAD_DTYPE, Kind, Optimizer, allow_gradients_of, serving
 from tests.support.optimizer_runs import OWN, assert_same_everything

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bighorn import Came, Lamb, groups
-from bighorn.names import common_prefix, unwrapped
+from bighorn._names import common_prefix, unwrapped
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import assert_bitwise
 from tests.support.processes import group_of_one

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, kernels
+from bighorn import Came, Lamb
+from bighorn import _kernels as kernels
 from bighorn.schedules import Cosine, RelativeStep, Values, WarmUp
 from tests.support.cases import Kind
 from tests.support.error_checks import refused

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from bighorn import Lars
-from bighorn.optim.step import Steps
+from bighorn._optim.step import Steps
 from tests.support.cases import Case, Kind, serving
 from tests.support.error_checks import refused
 from tests.support.optimizer_runs import (

@@ -20,7 +20,8 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
-from bighorn import Lamb, kernels
+from bighorn import Lamb
+from bighorn import _kernels as kernels
 from tests.support.cases import Kind
 from tests.support.processes import group_of_one
 

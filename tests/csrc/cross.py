@@ -87,7 +87,7 @@ def wheel(platform: str) -> Path:
     )
     (native,) = folder.glob("*.whl")
     libraries = [name for name in zipfile.ZipFile(native).namelist() if Path(name).name.startswith("libbighorn.")]
-    if libraries != [f"bighorn/kernels/libbighorn.{'dll' if 'windows' in platform else 'so'}"]:
+    if libraries != [f"bighorn/_kernels/libbighorn.{'dll' if 'windows' in platform else 'so'}"]:
         sys.exit(f"{platform}: the wheel has the libraries {libraries}")
     tags: list[str | Path] = [
         sys.executable,

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import bighorn
-from bighorn.kernels.cpu.abi import c_fields
-from bighorn.kernels.options import KernelOptions
+from bighorn._kernels.cpu.abi import c_fields
+from bighorn._kernels.options import KernelOptions
 
-HEADER = Path(bighorn.__file__).parent / "kernels" / "csrc" / "options.h"
+HEADER = Path(bighorn.__file__).parent / "_kernels" / "csrc" / "options.h"
 FIRST = """\
-/* Written by `make options` from the classes of options, most of them in kernels/options.py; do not edit it.
+/* Written by `make options` from the classes of options, most of them in _kernels/options.py; do not edit it.
  *
  * The options that the tensors of one bucket share. The value of an enum is an index among the option's values. A bound
  * that is not set is 0 or infinity. CAME's second beta can depend on the tensor (`beta2s` of bighorn_came_step). */

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 
-from bighorn.capabilities import capabilities
+from bighorn._capabilities import capabilities
 from tests.device import stand_in
 from tests.support.gpu_steps import GPU, STATUS
 

@@ -13,8 +13,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from bighorn import Came, Lamb, Lars, square_sums
-from bighorn.kernels.foreach import lists
+from bighorn import Came, Lamb, Lars
+from bighorn import _square_sums as square_sums
+from bighorn._kernels.foreach import lists
 from tests.device import stand_in
 from tests.device.calls import Calls
 from tests.device.devices import Device, on

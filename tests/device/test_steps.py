@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn import Came, Lamb, Lars
-from bighorn.capabilities import capabilities
+from bighorn._capabilities import capabilities
 from tests.backends.test_backends import EXTREMES, STEPS, check_step, twins_of
 from tests.device.devices import Device, on
 from tests.device.moved import Mirror

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Lamb
-from bighorn.kernels.foreach.lamb import LambGroup
+from bighorn._kernels.foreach.lamb import LambGroup
 from tests.device.devices import on
 from tests.device.stand_in import COMPLETE
 

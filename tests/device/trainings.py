@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from bighorn import schedules
-from bighorn.kernels.rounding import load_weight
+from bighorn._kernels.rounding import load_weight
 from tests.device.devices import CPU, Device, without_waits
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import figures

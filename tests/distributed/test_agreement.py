@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
-from bighorn.distributed.sharding import described_option
+from bighorn._distributed.sharding import described_option
 from tests.support.cases import Kind
 from tests.support.ranks import ranks
 from tests.support.tables import for_every

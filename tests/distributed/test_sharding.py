@@ -21,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bighorn import Came, Lamb, Lars, kernels
-from bighorn.optim import plan_builder
+from bighorn import Came, Lamb, Lars
+from bighorn import _kernels as kernels
+from bighorn._optim import plan_builder
 from tests.support import optimizer_runs, training_digests
 from tests.support.cases import KINDS, ExactCame, Kind, Optimizer
 from tests.support.optimizer_runs import BY_ID, assert_bitwise

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import bighorn
-from bighorn import kernels
-from bighorn.kernels.cpu import library
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
 from tests.support.processes import LIMIT
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-an-optimizer.md"
@@ -53,30 +53,30 @@ def applied_to(package: Path) -> int:
     reference, optim, foreach, cpu, triton, triton_layout, triton_kernels, _ = blocks("py")
     header, rule, loops = blocks("c")
     new = {
-        "optim/lion.py": optim,
-        "kernels/reference/lion.py": reference,
-        "kernels/foreach/lion.py": foreach,
-        "kernels/cpu/lion.py": cpu,
-        "kernels/csrc/lion.h": header,
-        "kernels/csrc/lion.c": rule,
-        "kernels/csrc/lion_loops.c": loops,
-        "kernels/triton/lion.py": triton,
-        "kernels/triton/lion_layout.py": triton_layout,
-        "kernels/triton/lion_kernels.py": triton_kernels,
+        "_optim/lion.py": optim,
+        "_kernels/reference/lion.py": reference,
+        "_kernels/foreach/lion.py": foreach,
+        "_kernels/cpu/lion.py": cpu,
+        "_kernels/csrc/lion.h": header,
+        "_kernels/csrc/lion.c": rule,
+        "_kernels/csrc/lion_loops.c": loops,
+        "_kernels/triton/lion.py": triton,
+        "_kernels/triton/lion_layout.py": triton_layout,
+        "_kernels/triton/lion_kernels.py": triton_kernels,
     }
     for path, text in new.items():
         (package / path).write_text(text)
     for backend in kernels.BACKENDS:
-        line = f"from bighorn.kernels.{backend}.lars import Lars\n"
+        line = f"from bighorn._kernels.{backend}.lars import Lars\n"
         edit(
-            package / "kernels" / backend / "__init__.py",
-            (line, f"{line}from bighorn.kernels.{backend}.lion import Lion\n"),
+            package / "_kernels" / backend / "__init__.py",
+            (line, f"{line}from bighorn._kernels.{backend}.lion import Lion\n"),
             ('"lars": Lars}', '"lars": Lars, "lion": Lion}'),
         )
-    line = "from bighorn.optim.lars import Lars, LarsTelemetry\n"
+    line = "from bighorn._optim.lars import Lars, LarsTelemetry\n"
     edit(
         package / "__init__.py",
-        (line, f"{line}from bighorn.optim.lion import Lion\n"),
+        (line, f"{line}from bighorn._optim.lion import Lion\n"),
         ('    "LossScaler",\n', '    "Lion",\n    "LossScaler",\n'),
     )
     return sum(bool(line.strip()) for text in new.values() for line in text.splitlines())
@@ -84,12 +84,12 @@ def applied_to(package: Path) -> int:
 
 def compile_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile the library of a package for the least instruction set."""
-    csrc = package / "kernels" / "csrc"
+    csrc = package / "_kernels" / "csrc"
     monkeypatch.setattr(library, "CSRC", csrc)
     digest = (library.sources() or b"").decode()
     command = [COMPILER, "-std=gnu11", "-O0", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-ffp-contract=off"]
     command += ["-fPIC", "-shared", "-fvisibility=hidden", "-DISA=base", f'-DSOURCES="{digest}"']
-    command += [*map(str, csrc.glob("*.c")), "-lm", "-lpthread", "-o", str(package / "kernels" / library.LIBRARY_NAME)]
+    command += [*map(str, csrc.glob("*.c")), "-lm", "-lpthread", "-o", str(package / "_kernels" / library.LIBRARY_NAME)]
     subprocess.run(command, check=True, timeout=LIMIT)
 
 
@@ -116,7 +116,7 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path, monkeypatch:
     assert applied_to(package) <= MOST_LINES
     if (formatter := Path(sys.executable).with_name("clang-format")).exists():
         style = f"--style=file:{PAGE.parents[1] / '.clang-format'}"
-        new = [str(path) for path in (package / "kernels" / "csrc").glob("lion*")]
+        new = [str(path) for path in (package / "_kernels" / "csrc").glob("lion*")]
         subprocess.run([formatter, style, "--dry-run", "--Werror", *new], check=True, timeout=LIMIT)
     repository = str(PAGE.parents[1])
     run(OPTIONS, tmp_path, {"PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])})

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bighorn.kernels.cpu import library
+from bighorn._kernels.cpu import library
 from tests.support.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_a_newcomer_who_follows_the_page_gets_there(tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     if library.LIBRARY is not None:  # an editable install keeps it elsewhere; steps 1 to 4 change no C
-        shutil.copy(library.LIBRARY._name, tmp_path / "src" / "bighorn" / "kernels")
+        shutil.copy(library.LIBRARY._name, tmp_path / "src" / "bighorn" / "_kernels")
     for path, before, after in changes(PAGE.read_text()):
         text = (tmp_path / path).read_text()
         assert text.count(before) == 1, (path, before)

@@ -88,7 +88,7 @@ def test_attributes_are_no_arguments() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_formulas_of_a_page_have_the_tags_of_the_code(name: str) -> None:
-    source = Path(bighorn.__file__).parent / "kernels" / "reference" / f"{name}.py"
+    source = Path(bighorn.__file__).parent / "_kernels" / "reference" / f"{name}.py"
     [formulas] = re.findall(r"```math\n(\\begin\{aligned\}.*?)```", TEXTS[name], re.DOTALL)
     known = set(generated.tagged(source.read_text(), name.upper()))
     assert known

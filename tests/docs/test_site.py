@@ -24,7 +24,7 @@ import ranges
 @pytest.mark.parametrize("name", ["lamb", "came", "lars"])
 def test_every_backend_carries_the_tags_of_the_reference(name: str, folder: str) -> None:
     """A tag is beside code, in Python and in C: a reader finds a rule in every backend."""
-    kernels, prefix = Path(bighorn.__file__).parent / "kernels", name.upper()
+    kernels, prefix = Path(bighorn.__file__).parent / "_kernels", name.upper()
     known = set(generated.tagged((kernels / "reference" / f"{name}.py").read_text(), prefix))
     sources = [path.read_text() for path in (kernels / folder).iterdir() if path.suffix in {".py", ".c", ".h"}]
     texts = [re.sub(r"/\* (.*?) \*/", r"  # \1", text) for text in sources]

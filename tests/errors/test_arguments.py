@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from bighorn._scaling.policies import ScalePolicy
 from bighorn.compat import mindspore
-from bighorn.scaling.policies import ScalePolicy
-from bighorn.schedules.schedule import Schedule
+from bighorn.schedules._schedule import Schedule
 from tests.support.tables import for_every
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bighorn.capabilities import Capabilities, capabilities
+from bighorn._capabilities import Capabilities, capabilities
 
 Answer = Callable[[Any, Any], Any]
 

@@ -7,8 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import Came
-from bighorn.kernels.cpu.tensors import ROUNDING_MODES
-from bighorn.kernels.rounding import Rounding
+from bighorn._kernels.cpu.tensors import ROUNDING_MODES
+from bighorn._kernels.rounding import Rounding
 from tests.backends import test_backends, test_triton
 from tests.support.case_tensors import Layout, arranged
 from tests.support.cases import CASES, Case, Kind, set_gradients

@@ -34,8 +34,8 @@ from bighorn.schedules import (
     WarmUp,
     large_batch,
     scaled_lr,
-    values,
 )
+from bighorn.schedules import _values as values
 from tests.support.processes import LIMIT
 from tests.support.tables import for_every
 

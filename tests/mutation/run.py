@@ -27,11 +27,11 @@ BUILD = ROOT / "build" / "mutants"
 def compile_library(package: Path) -> None:
     """Compile the library of a package; only sources that changed since the last call are compiled."""
     tree = BUILD / "tree"
-    (tree / "src" / "bighorn" / "kernels").mkdir(parents=True, exist_ok=True)
+    (tree / "src" / "bighorn" / "_kernels").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "CMakeLists.txt", tree)
-    copied = tree / "src" / "bighorn" / "kernels" / "csrc"
+    copied = tree / "src" / "bighorn" / "_kernels" / "csrc"
     copied.mkdir(exist_ok=True)
-    sources = list((package / "kernels" / "csrc").iterdir())
+    sources = list((package / "_kernels" / "csrc").iterdir())
     for gone in {each.name for each in copied.iterdir()} - {each.name for each in sources}:
         (copied / gone).unlink()
     for source in sources:
@@ -41,7 +41,7 @@ def compile_library(package: Path) -> None:
     objects = BUILD / "objects"
     for command in (f"cmake -S {tree} -B {objects}", f"cmake --build {objects} -j 2"):
         subprocess.run(shlex.split(command), check=True, capture_output=True)
-    shutil.copy(objects / "libbighorn.so", package / "kernels")
+    shutil.copy(objects / "libbighorn.so", package / "_kernels")
 
 
 def first_failure(site: Path, tests: str) -> str | None:

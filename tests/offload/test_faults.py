@@ -16,7 +16,7 @@ from torch import nn
 
 from bighorn import Lamb
 from bighorn.offloading import OffloadedOptimizer
-from bighorn.offloading.step import TransferBucket
+from bighorn.offloading._step import TransferBucket
 from tests.support.offloading import (
     Make,
     Twins,

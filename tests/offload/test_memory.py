@@ -74,7 +74,7 @@ def test_slabs_are_made_at_once() -> None:
 
 
 def test_slabs_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bighorn.offloading.params.SLAB_BYTES", 4096)
+    monkeypatch.setattr("bighorn.offloading._params.SLAB_BYTES", 4096)
     net, copies = network(), SlowCopies()
     optimizer = offloaded(net, Lamb(net.parameters(), lr=0.1), copies=copies)
     assert max(copies.pinned_bytes) == 25_216  # one tensor, with the bytes up to the next cache line

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bighorn import Lamb
-from bighorn.offloading.step import TransferBucket, step_parts
+from bighorn.offloading._step import TransferBucket, step_parts
 from tests.support.offloading import loss_of, network, offloaded
 from tests.support.processes import LIMIT
 from tests.support.slow_copies import SlowCopies

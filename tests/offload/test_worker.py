@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bighorn import Lamb
-from bighorn.kernels import cores
-from bighorn.offloading.worker import Worker, near, team
+from bighorn._kernels import cores
+from bighorn.offloading._worker import Worker, near, team
 from tests.support.offloading import network, offloaded
 from tests.support.processes import LIMIT
 
@@ -24,7 +24,7 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BIGHORN_NUM_THREADS", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert team() == (cores(), f"all {cores()} cores")
-    monkeypatch.setattr("bighorn.offloading.worker.cores", lambda: 48)
+    monkeypatch.setattr("bighorn.offloading._worker.cores", lambda: 48)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert team() == (6, "a share of 48 cores for each of 8 processes")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")

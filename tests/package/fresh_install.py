@@ -79,7 +79,7 @@ def main() -> None:
     )
     assert "-py3-none-manylinux" in wheel.name, wheel.name
     names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if ".so" in name] == ["bighorn/kernels/libbighorn.so"], names
+    assert [name for name in names if ".so" in name] == ["bighorn/_kernels/libbighorn.so"], names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"bighorn"}, names
     for library, workbench in ((wheel, workbench_wheel), (sdist, workbench_sdist)):
         check(library, workbench)

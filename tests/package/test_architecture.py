@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 import bighorn
-from bighorn import groups, kernels, schedules, telemetry
-from bighorn.kernels.options import table
-from bighorn.optim.optimizer import KernelOptimizer
-from bighorn.optim.settings import Settings
+from bighorn import _kernels as kernels
+from bighorn import groups, schedules, telemetry
+from bighorn._kernels.options import table
+from bighorn._optim.optimizer import KernelOptimizer
+from bighorn._optim.settings import Settings
 from tests.support.imports import Offence, cycles, import_graph, imports, module_of, none_of, offenders, parsed
 
 ROOT = Path(bighorn.__file__).parent
@@ -30,31 +31,49 @@ FACES = [f"bighorn.compat.{path.stem}" for path in FILES if path.parent.name == 
 
 # Each part of bighorn, with the parts that it may import from; `bighorn` means the public names.
 MAY_IMPORT: dict[str, set[str]] = {
-    "bighorn": {"backend_status", "groups", "offloading", "optim", "scaling", "distributed", "schedules", "telemetry"},
-    "__main__": {"bighorn"},
-    "arguments": {"foreign_options"},
-    "backend_status": {"arguments", "capabilities", "kernels", "optim"},
-    "capabilities": set(),
-    "deferred": set(),
-    "foreign_options": set(),
-    "square_sums": {"capabilities"},
-    "optim": {
-        *("arguments", "capabilities", "distributed", "foreign_options", "kernels", "names", "optim", "schedules"),
-        "square_sums",
+    "bighorn": {
+        "_backend_status",
+        "groups",
+        "offloading",
+        "_optim",
+        "_scaling",
+        "_distributed",
+        "schedules",
+        "telemetry",
     },
-    "kernels": {"arguments", "capabilities", "kernels", "square_sums"},
-    "groups": {"arguments", "names"},
-    "names": {"arguments"},
-    "schedules": {"arguments"},
-    "telemetry": {"arguments"},
-    "integrations": {"arguments", "bighorn", "telemetry"},
-    "scaling": {"arguments", "capabilities", "deferred", "distributed"},
-    "distributed": {"capabilities", "deferred", "kernels"},
-    "offloading": {"arguments", "distributed", "kernels", "offloading", "square_sums"},
-    "compat": {"arguments", "bighorn", "compat", "names", "schedules"},
+    "__main__": {"bighorn"},
+    "_arguments": {"_foreign_options"},
+    "_backend_status": {"_arguments", "_capabilities", "_kernels", "_optim"},
+    "_capabilities": set(),
+    "_deferred": set(),
+    "_foreign_options": set(),
+    "_square_sums": {"_capabilities"},
+    "_optim": {
+        *(
+            "_arguments",
+            "_capabilities",
+            "_distributed",
+            "_foreign_options",
+            "_kernels",
+            "_names",
+            "_optim",
+            "schedules",
+        ),
+        "_square_sums",
+    },
+    "_kernels": {"_arguments", "_capabilities", "_kernels", "_square_sums"},
+    "groups": {"_arguments", "_names"},
+    "_names": {"_arguments"},
+    "schedules": {"_arguments"},
+    "telemetry": {"_arguments"},
+    "integrations": {"_arguments", "bighorn", "telemetry"},
+    "_scaling": {"_arguments", "_capabilities", "_deferred", "_distributed"},
+    "_distributed": {"_capabilities", "_deferred", "_kernels"},
+    "offloading": {"_arguments", "_distributed", "_kernels", "offloading", "_square_sums"},
+    "compat": {"_arguments", "bighorn", "compat", "_names", "schedules"},
 }
 OPEN_KERNELS = {"bucket", "codec", "options", "reference", "rounding", "storage"}
-"""The modules of bighorn.kernels that all parts may import; the others are between `pick()` and a step."""
+"""The modules of bighorn._kernels that all parts may import; the others are between `pick()` and a step."""
 
 TERMINAL = {"click", "rich", "matplotlib", "jinja2", "optuna", "sklearn", "scipy", "numpy"}
 PEERS = {"jax", "keras", "optax", "pytorch_optimizer", "timm"}
@@ -79,12 +98,12 @@ def test_a_room_imports_only_what_it_may() -> None:
 
 
 def test_the_import_rule_sees_a_crossing() -> None:
-    plan = ROOT / "optim" / "plan_builder.py"
-    found = offenders(lambda path: crossings(path, {**MAY_IMPORT, "optim": {"optim"}}), [plan])
-    assert "optim may not import kernels" in found[0]
+    plan = ROOT / "_optim" / "plan_builder.py"
+    found = offenders(lambda path: crossings(path, {**MAY_IMPORT, "_optim": {"_optim"}}), [plan])
+    assert "_optim may not import _kernels" in found[0]
     at = int(found[0].split(":")[1])
-    assert re.search(r"\bkernels\b", plan.read_text().splitlines()[at - 1])
-    assert ("bighorn", "kernels") in {name for _, name in imports(plan)}
+    assert re.search(r"\b_kernels\b", plan.read_text().splitlines()[at - 1])
+    assert ("bighorn", "_kernels") in {name for _, name in imports(plan)}
 
 
 def test_the_library_needs_only_torch() -> None:
@@ -110,7 +129,7 @@ def of_the_workbench(path: Path) -> Iterator[Offence]:
 
 def test_the_library_knows_nothing_of_the_workbench() -> None:
     """It neither imports it nor names its commands in messages, since it may not be installed."""
-    none_of(offenders(of_the_workbench, [*FILES, *(ROOT / "kernels" / "csrc").glob("*.[ch]")]))
+    none_of(offenders(of_the_workbench, [*FILES, *(ROOT / "_kernels" / "csrc").glob("*.[ch]")]))
 
 
 def from_the_workbench(path: Path) -> Iterator[Offence]:
@@ -141,7 +160,8 @@ def test_the_wall_sees_the_workbench(tmp_path: Path) -> None:
 
 def own_trainer(path: Path) -> set[str]:
     """Return the package that a module of bighorn.integrations is named after; `diffusion` imports none."""
-    return {path.stem} - {"__init__", "diffusion"} if path.parent == ROOT / "integrations" else set()
+    names_it = path.parent == ROOT / "integrations" and path.stem[0] != "_"
+    return {path.stem} - {"diffusion"} if names_it else set()
 
 
 def test_only_the_sharding_room_names_distributed_tensors() -> None:
@@ -164,10 +184,10 @@ def test_only_one_place_probes_for_backends() -> None:
 
     def inner(path: Path) -> Iterator[Offence]:
         for line, name in imports(path):
-            if name[:2] == ("bighorn", "kernels") and len(name) > 2 and name[2] not in OPEN_KERNELS:
+            if name[:2] == ("bighorn", "_kernels") and len(name) > 2 and name[2] not in OPEN_KERNELS:
                 yield line, f"imports {'.'.join(name)}, a module between pick() and a step"
 
-    others = [path for path in FILES if ROOT / "kernels" not in path.parents and path.stem != "backend_status"]
+    others = [path for path in FILES if ROOT / "_kernels" not in path.parents and path.stem != "_backend_status"]
     none_of(offenders(inner, others))
 
 
@@ -189,14 +209,14 @@ def test_a_cycle_is_seen() -> None:
         frozenset({"a", "b", "c"}),
         frozenset({"d"}),
     }
-    assert cycles(import_graph(FILES) | {"bighorn.arguments": {"bighorn.groups"}})
+    assert cycles(import_graph(FILES) | {"bighorn._arguments": {"bighorn.groups"}})
 
 
 def test_every_rule_names_what_is_there() -> None:
     graph = import_graph(FILES)
     rooms = set(MAY_IMPORT) | set().union(*MAY_IMPORT.values())
     named = {f"bighorn.{name}" for name in rooms - {"bighorn"}}
-    named |= {f"bighorn.kernels.{name}" for name in OPEN_KERNELS}
+    named |= {f"bighorn._kernels.{name}" for name in OPEN_KERNELS}
     assert named - graph.keys() == set()
 
 
@@ -222,6 +242,33 @@ def public() -> list[tuple[str, Any]]:
                     if not method.startswith("_") and function.__module__.startswith("bighorn")
                 ]
     return found
+
+
+def looks_public(path: Path) -> Iterator[Offence]:
+    """Yield the names that a public module defines, without an underscore, and does not list in `__all__`."""
+    listed: set[str] = set()
+    defined: dict[str, int] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined[node.name] = node.lineno
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for name in [target.id for target in targets if isinstance(target, ast.Name)]:
+            defined[name] = node.lineno
+            if name == "__all__":
+                listed = set(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    yield from ((line, name) for name, line in defined.items() if name[0] != "_" and name not in listed)
+
+
+def test_names_that_are_not_public_begin_with_an_underscore(tmp_path: Path) -> None:
+    """Or a module or folder on their path does."""
+    modules = [path for path in FILES if not re.search(r"/_(?!_init__)", f"/{path.relative_to(ROOT)}")]
+    names = {str(path.relative_to(ROOT)) for path in modules}
+    assert {"groups.py", "compat/apex.py", "schedules/__init__.py"} <= names
+    assert {"_names.py", "_optim/lamb.py", "offloading/_copies.py"}.isdisjoint(names)
+    none_of(offenders(looks_public, modules))
+    planted = tmp_path / "planted.py"
+    planted.write_text("__all__ = ['LISTED']\nLISTED = _PRIVATE = 1\nUNLISTED: int = 2\n")
+    assert [name for _, name in looks_public(planted)] == ["UNLISTED"]
 
 
 def place(name: str, thing: Any) -> str:
@@ -292,9 +339,7 @@ def test_the_arguments_of_an_optimizer_are_the_options_of_its_tables(kind: type[
 
 # A list of files, since the C library in the folder of an installed package looks importable.
 MODULES = {module_of(path) for path in FILES if path.stem != "__main__"}
-OF_TRAINERS = sorted(
-    name for name in MODULES if name.startswith("bighorn.integrations.") and not name.endswith(".diffusion")
-)
+OF_TRAINERS = sorted(name for name in MODULES if re.match(r"bighorn\.integrations\.(?!_|diffusion)", name))
 
 
 def failed_examples(modules: Iterable[str]) -> list[str]:
@@ -324,9 +369,9 @@ def test_there_are_examples(kind: type) -> None:
 
 
 OF_ALGORITHMS = re.compile(
-    r"optim/(lamb|came|lars|layerwise|presets|checkpoint_formats)|foreign_options|kernels/options|kernels/\w+/(lamb|came|lars|layer)|"
-    r"kernels/triton/columns|kernels/\w+/__init__|compat/|integrations/|arguments|__init__|__main__|backend_status|"
-    r"distributed/megatron_map|kernels/triton/trial"
+    r"_optim/(lamb|came|lars|layerwise|presets|checkpoint_formats)|_foreign_options|_kernels/options|_kernels/\w+/(lamb|came|lars|layer)|"
+    r"_kernels/triton/columns|_kernels/\w+/__init__|compat/|integrations/|_arguments|__init__|__main__|_backend_status|"
+    r"_distributed/megatron_map|_kernels/triton/trial"
 )
 """The files that may name an algorithm: its own, tables of other packages' options, public names, trials of a
 backend, and Megatron's map."""
@@ -362,7 +407,7 @@ def test_the_rule_of_names_sees_them(tmp_path: Path) -> None:
     planted.parent.mkdir()
     (planted.parent / "__init__.py").touch()
     planted.write_text(
-        "from bighorn.optim.lamb import Lamb\n\n\ndef of(state):\n    return state['exp_avg'], lambda: state\n"
+        "from bighorn._optim.lamb import Lamb\n\n\ndef of(state):\n    return state['exp_avg'], lambda: state\n"
     )
     assert offenders(naming_algorithms, [planted]) == [
         "bighorn/planted.py:1: names Lamb",

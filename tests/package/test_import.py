@@ -19,14 +19,14 @@ before = set(sys.modules)
 import bighorn
 print(*sorted(set(sys.modules) - before))
 from dataclasses import replace
-from bighorn import Lamb, kernels
-from bighorn.kernels.triton.trial import OPTIONS
+from bighorn import Lamb, _kernels as kernels
+from bighorn._kernels.triton.trial import OPTIONS
 param = torch.ones(3, dtype=torch.float64)
 names = [kernels.pick("auto", param, replace(OPTIONS, cautious=cautious))[0] for cautious in (False, True)]
 print(names[1], "triton" in sys.modules)
 param.requires_grad_().grad = torch.ones_like(param)
 Lamb([param]).step()
-assert "bighorn.kernels.triton.lamb_kernels" not in sys.modules
+assert "bighorn._kernels.triton.lamb_kernels" not in sys.modules
 """
 
 
@@ -35,7 +35,7 @@ def test_the_import_adds_bighorn_alone_and_a_backend_for_the_cpu_no_triton() -> 
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=LIMIT)
     imported, picked = ended.stdout.splitlines()
     names = imported.split()
-    assert "bighorn.optim.lamb" in names
+    assert "bighorn._optim.lamb" in names
     packages = {name.partition(".")[0] for name in names}
     assert packages & {"torch", "triton", "sympy", "numpy"} == set(), names
     assert picked.split() == ["foreach", "False"]

@@ -15,8 +15,9 @@ from torch import Tensor
 import ledger
 import ledger_counts
 import published
-from bighorn import Lamb, kernels
-from bighorn.kernels.cpu import library
+from bighorn import Lamb
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
 from ledger_steps import ROWS
 
 FAST_KERNELS = ["lamb kernel float32", "came kernel int8"]
@@ -93,7 +94,7 @@ def all_reduce(patch: pytest.MonkeyPatch) -> None:
 
 def launch(patch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from bighorn.kernels.triton.stepper import Stepper
+    from bighorn._kernels.triton.stepper import Stepper
 
     finish = Stepper.finish
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import bighorn
-from bighorn import backend_status, kernels
-from bighorn.kernels.cpu import library
+from bighorn import _backend_status as backend_status
+from bighorn import _kernels as kernels
+from bighorn._kernels.cpu import library
 from tests.support.processes import LIMIT
 
 

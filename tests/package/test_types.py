@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 
 from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS
-from bighorn.optim.presets import CamePreset, LambPreset, LarsPreset
-from bighorn.optim.state import MOMENT_DTYPES, StateDtype
+from bighorn._optim.presets import CamePreset, LambPreset, LarsPreset
+from bighorn._optim.state import MOMENT_DTYPES, StateDtype
 from tests.support.processes import LIMIT
 
 ROOT = Path(__file__).parents[2]

@@ -60,15 +60,15 @@ def cached_step(kind: Kind, param: Parameter, backend: str) -> list[Function]:
 
 
 FIRST_ARITHMETIC: dict[tuple[str, str], Function] = {
-    ("lamb", "cpu"): ("kernels/cpu/layerwise.py", "_run"),
-    ("came", "cpu"): ("kernels/cpu/came.py", "_run"),
-    ("lars", "cpu"): ("kernels/cpu/layerwise.py", "_run"),
-    ("lamb", "reference"): ("kernels/reference/lamb.py", "lamb"),
-    ("came", "reference"): ("kernels/reference/came.py", "came"),
-    ("lars", "reference"): ("kernels/reference/lars.py", "lars"),
-    ("lars", "foreach"): ("square_sums.py", "square_sums"),
-    ("lamb", "foreach"): ("kernels/reference/lamb.py", "bias_corrections"),
-    ("came", "foreach"): ("kernels/foreach/came.py", "_fill"),
+    ("lamb", "cpu"): ("_kernels/cpu/layerwise.py", "_run"),
+    ("came", "cpu"): ("_kernels/cpu/came.py", "_run"),
+    ("lars", "cpu"): ("_kernels/cpu/layerwise.py", "_run"),
+    ("lamb", "reference"): ("_kernels/reference/lamb.py", "lamb"),
+    ("came", "reference"): ("_kernels/reference/came.py", "came"),
+    ("lars", "reference"): ("_kernels/reference/lars.py", "lars"),
+    ("lars", "foreach"): ("_square_sums.py", "square_sums"),
+    ("lamb", "foreach"): ("_kernels/reference/lamb.py", "bias_corrections"),
+    ("came", "foreach"): ("_kernels/foreach/came.py", "_fill"),
 }
 
 

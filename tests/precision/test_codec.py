@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bighorn.kernels import codec, rounding
-from bighorn.kernels.codec import INT4, LINEAR, SIGNED, UNSIGNED, Form
+from bighorn._kernels import codec, rounding
+from bighorn._kernels.codec import INT4, LINEAR, SIGNED, UNSIGNED, Form
 from tests.support.case_tensors import arranged
 from tests.support.tables import for_every
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels import codec, rounding
-from bighorn.kernels.arithmetic import count_step
-from bighorn.kernels.rounding import AUX_STATE, LOW, Rounding
-from bighorn.optim.state import StateTensorSpec
+from bighorn._kernels import codec, rounding
+from bighorn._kernels.arithmetic import count_step
+from bighorn._kernels.rounding import AUX_STATE, LOW, Rounding
+from bighorn._optim.state import StateTensorSpec
 from tests.support.cases import Kind
 from tests.support.optimizer_runs import assert_same_everything
 from tests.support.tables import for_every

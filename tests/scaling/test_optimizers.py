@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from bighorn import FixedScale, Lamb, LossScaler, WindowScale
-from bighorn.optim.step_plan import scale_and_mask
+from bighorn._optim.step_plan import scale_and_mask
 from tests.support.case_tensors import FEW
 from tests.support.cases import Case, Kind, set_gradients
 from tests.support.loss_scaling import ROUGH, backward, optimizers, train_on

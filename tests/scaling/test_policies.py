@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
-from bighorn.scaling import ScalePolicy
+from bighorn._scaling import ScalePolicy
 from tests.support.loss_scaling import B, G, scales_of, train_on
 
 # Whether each step was good or bad, and the scale and the counts of good and bad steps after it, computed by hand.

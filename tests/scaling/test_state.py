@@ -13,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, WindowScale
-from bighorn.scaling import ScalePolicy
+from bighorn._scaling import ScalePolicy
 from tests.support.loss_scaling import B, G, backward, scales_of, train_on
 from tests.support.optimizer_runs import saved_and_loaded
 from tests.support.tables import for_every

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels import Bucket, codec, rounding
-from bighorn.kernels.bucket import Shard
-from bighorn.kernels.options import CameOptions, Factor
-from bighorn.kernels.triton import trial
+from bighorn._kernels import Bucket, codec, rounding
+from bighorn._kernels.bucket import Shard
+from bighorn._kernels.options import CameOptions, Factor
+from bighorn._kernels.triton import trial
 
 OPTIONS: dict[str, Any] = {
     "lamb": replace(trial.OPTIONS, eps=1e-6, weight_decay=0.1),

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import Came, Lamb, Lars, kernels
-from bighorn.kernels.options import LambOptions
-from bighorn.optim.came import CameAlgorithm
-from bighorn.optim.lamb import LambAlgorithm
-from bighorn.optim.lars import LarsAlgorithm
+from bighorn import Came, Lamb, Lars
+from bighorn import _kernels as kernels
+from bighorn._kernels.options import LambOptions
+from bighorn._optim.came import CameAlgorithm
+from bighorn._optim.lamb import LambAlgorithm
+from bighorn._optim.lars import LarsAlgorithm
 from tests.support.case_options import (
     CAME_DTYPES,
     CAME_GROUPS,

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 import bighorn
+from bighorn._optim.presets import is_norm
 from bighorn.compat import apex, mindformers, mindspore, npu_bridge, pytorch_fused_lamb, timm, torch_npu
-from bighorn.optim.presets import is_norm
 from bighorn.schedules import RelativeStep
 
 Options = dict[str, Any]

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.nn import Parameter
 
-from bighorn.optim.settings import OF_THE_WHOLE
-from bighorn.optim.state import StateSpec
+from bighorn._optim.settings import OF_THE_WHOLE
+from bighorn._optim.state import StateSpec
 from tests.support.cases import Case
 
 COMPILED = {

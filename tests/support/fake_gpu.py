@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from bighorn.kernels.triton import device
+from bighorn._kernels.triton import device
 from tests.support.cases import Kind, set_gradients
 
 
@@ -51,7 +51,7 @@ class Driver:
 @contextlib.contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Make Triton treat CPU tensors as tensors of the fake GPU."""
-    from bighorn.kernels.triton import (
+    from bighorn._kernels.triton import (
         came_kernels,
         came_unfactored_kernels,
         common_kernels,

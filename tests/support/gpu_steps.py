@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from bighorn import kernels
+from bighorn import _kernels as kernels
 from tests.support.cases import Kind, set_gradients
 
 STATUS = kernels.status()["triton"]

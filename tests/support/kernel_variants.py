@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels.triton import came, came_launches, device, lamb, launch_group, tiles
+from bighorn._kernels.triton import came, came_launches, device, lamb, launch_group, tiles
 from tests.support.buckets import LAYOUTS, Cuts, bucket, on_ranks
 from tests.support.cases import Kind, set_gradients
 from tests.support.covering_cases import fewest

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from bighorn import Preset, kernels
+from bighorn import Preset
+from bighorn import _kernels as kernels
 from tests.support.cases import DOUBLE, LEFT_OUT
 
 ROOT = Path(__file__).parents[2]

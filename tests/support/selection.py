@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from bighorn import kernels
+from bighorn import _kernels as kernels
 from tests.support.covering_cases import fewest
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.offloading.copies import Pairs
+from bighorn.offloading._copies import Pairs
 
 
 class SlowArrival:

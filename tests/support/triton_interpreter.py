@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bighorn.kernels.triton import device, launch_group
+from bighorn._kernels.triton import device, launch_group
 
 compiled = pytest.mark.skipif(device.interpreted(), reason="needs Triton's compiler, and TRITON_INTERPRET is set")
 interpreted = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""The error of CAME's momentum in 4 bits: the code of `kernels/codec.py` beside others, by block and by rounding.
+"""The error of CAME's momentum in 4 bits: the code of `_kernels/codec.py` beside others, by block and by rounding.
 
     python workbench/benchmarks/four_bits.py [--steps N] [--seeds N] [--data FILE]
     python workbench/benchmarks/four_bits.py --page
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels import codec
-from bighorn.kernels.codec import Form
-from bighorn.kernels.options import CameOptions
+from bighorn._kernels import codec
+from bighorn._kernels.codec import Form
+from bighorn._kernels.options import CameOptions
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import RunConfig

@@ -1,4 +1,4 @@
-"""The errors of LAMB's moments in few bits: the forms of `kernels/codec.py` beside others that were tried.
+"""The errors of LAMB's moments in few bits: the forms of `_kernels/codec.py` beside others that were tried.
 
     python workbench/benchmarks/state_codecs.py [--steps N]
 
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bighorn.kernels import codec, rounding
-from bighorn.kernels.codec import Form
+from bighorn._kernels import codec, rounding
+from bighorn._kernels.codec import Form
 from bighorn_workbench import files
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import RunConfig

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import bighorn
-from bighorn import Lamb, kernels
+from bighorn import Lamb
+from bighorn import _kernels as kernels
 from bighorn_workbench import bench, environment, measure, peers
 from bighorn_workbench.bench_table import COLUMNS, answers, mark_clear, notes
 from bighorn_workbench.shapes import SHAPES

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS, backend_status, kernels
-from bighorn.kernels import Status
-from bighorn.kernels.cpu import library
+from bighorn import CAME_PRESETS, LARS_PRESETS, PRESETS
+from bighorn import _backend_status as backend_status
+from bighorn import _kernels as kernels
+from bighorn._kernels import Status
+from bighorn._kernels.cpu import library
 from workbench.tests.command_line import Invoke
 
 MISSING = "libbighorn.so was not built: install a C compiler, then reinstall bighorn from source"

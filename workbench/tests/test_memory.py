@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bighorn import Came, Lamb, Lars
-from bighorn.kernels.rounding import LOW, ROUNDING_MODES
+from bighorn._kernels.rounding import LOW, ROUNDING_MODES
 from bighorn_workbench import models
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.config import PRECISIONS, RunConfig

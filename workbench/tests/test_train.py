@@ -14,7 +14,8 @@ import click
 import pytest
 import torch
 
-from bighorn import WindowScale, kernels
+from bighorn import WindowScale
+from bighorn import _kernels as kernels
 from bighorn_workbench import display, launch
 from bighorn_workbench.builtin_tasks import TASKS
 from bighorn_workbench.commands import bighorn as group

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bighorn import ExponentialScale, FixedScale, LossScaler, WindowScale
-from bighorn.arguments import Check, number
+from bighorn._arguments import Check, number
 
 _check_scale = partial(
     number, low=1, high=torch.finfo(torch.float32).max, span="that is at least 1 and that float32 can hold"

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import bighorn
-from bighorn.arguments import Check, about, flag, hint, is_real, number
-from bighorn.names import listed
+from bighorn._arguments import Check, about, flag, hint, is_real, number
+from bighorn._names import listed
 from bighorn.schedules import Values
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import knows_its_keywords, truth
+from bighorn._arguments import knows_its_keywords, truth
 
 __all__ = ["FusedLAMB", "FusedMixedPrecisionLamb"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import bighorn
-from bighorn.arguments import between, came_beta1, came_beta3, flag, knows_its_keywords, number, positive
+from bighorn._arguments import between, came_beta1, came_beta3, flag, knows_its_keywords, number, positive
 from bighorn.compat._mindspore import MindSporeOptimizer, check_decay, check_params, check_rate, floating
 from bighorn.schedules import RelativeStep
 

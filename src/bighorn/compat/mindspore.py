@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import bighorn
 from bighorn import FixedScale, LossScaler, WindowScale, schedules
-from bighorn.arguments import Check, flag, integer, knows_its_keywords, number, positive
+from bighorn._arguments import Check, flag, integer, knows_its_keywords, number, positive
 from bighorn.compat._loss_scale import LossScaleManager
 from bighorn.compat._mindspore import MindSporeOptimizer, check_decay, check_params, check_rate, floating
 
@@ -24,6 +24,7 @@ __all__ = [
     "FixedLossScaleManager",
     "InverseDecayLR",
     "Lamb",
+    "LearningRateSchedule",
     "NaturalExpDecayLR",
     "PolynomialDecayLR",
     "WarmUpLR",
@@ -117,7 +118,7 @@ def _is_norm(name: str, param: Tensor) -> bool:
 
 
 class LearningRateSchedule(schedules.Schedule):
-    """A schedule of ours with MindSpore's arguments."""
+    """The base of the schedules with MindSpore's names and arguments."""
 
     CHECKS: ClassVar[Mapping[str, Check]] = {
         "learning_rate": partial(floating, check=positive),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from bighorn import ExponentialScale, FixedScale, Lamb, LossScaler, TailOverlap, shard_update
-from bighorn.arguments import beta, knows_its_keywords, truth
+from bighorn._arguments import beta, knows_its_keywords, truth
 from bighorn.compat._loss_scale import LossScaleManager
 from bighorn.compat._wrapped_optimizer import WrappedOptimizer
 
@@ -160,7 +160,7 @@ class ExponentialUpdateLossScaleManager(_Manager):
         )
 
 
-TENSORFLOW_SLOTS = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
+_TENSORFLOW_SLOTS = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 """TensorFlow's name of a slot, and torch's name of the same state."""
 
 
@@ -391,7 +391,7 @@ class NPUOptimizer(WrappedOptimizer):
         """
         _check_param("var", var, self._params())
         state = self.state.get(var, {})
-        slot: Tensor | None = state.get(name, state.get(TENSORFLOW_SLOTS.get(name)))
+        slot: Tensor | None = state.get(name, state.get(_TENSORFLOW_SLOTS.get(name)))
         return slot
 
     def get_slot_names(self) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import bighorn
-from bighorn.arguments import knows_its_keywords, truth
+from bighorn._arguments import knows_its_keywords, truth
 
 __all__ = ["Lamb", "lamb"]
 

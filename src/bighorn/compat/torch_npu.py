@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import ParamsT
 
 from bighorn import Lamb
-from bighorn.arguments import knows_its_keywords, number, truth
+from bighorn._arguments import knows_its_keywords, number, truth
 
 __all__ = ["NpuFusedLamb"]
 

@@ -21,9 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from bighorn import Came, Lamb, Lars
-from bighorn.integrations import came, has_script
+from bighorn.integrations._launchers import came, has_script
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"came": came, "lamb": Lamb, "lars": Lars}
+__all__ = ["main"]
+
+_OPTIMIZERS: dict[str, Callable[..., Any]] = {"came": came, "lamb": Lamb, "lars": Lars}
 
 
 def _read(module: ModuleType, name: str, *expected: str) -> Callable[..., Any]:
@@ -132,9 +134,9 @@ def _ai_toolkit(module: ModuleType) -> None:
         start, _, name = optimizer_type.lower().partition(".")
         if start != "bighorn":
             return theirs(params, optimizer_type, learning_rate, optimizer_params)
-        if name not in OPTIMIZERS:
+        if name not in _OPTIMIZERS:
             raise ValueError(f"optimizer must be bighorn.Came, bighorn.Lamb or bighorn.Lars, not {optimizer_type!r}")
-        return OPTIMIZERS[name](params, lr=float(learning_rate), **(optimizer_params or {}))
+        return _OPTIMIZERS[name](params, lr=float(learning_rate), **(optimizer_params or {}))
 
     module.get_optimizer = get_optimizer  # type: ignore[attr-defined]
 
@@ -155,17 +157,17 @@ def _simpletuner(module: ModuleType) -> None:
     module.optimizer_choices.update(
         {
             f"bighorn-{name}": {"precision": "any", "default_settings": settings, "class": make}
-            for name, make in OPTIMIZERS.items()
+            for name, make in _OPTIMIZERS.items()
         }
     )
 
 
 def _pytorch_optimizer(module: ModuleType) -> None:
     """Add our optimizers to the package in which diffusion-pipe and others look for theirs."""
-    vars(module).update({f"Bighorn{name.capitalize()}": make for name, make in OPTIMIZERS.items()})
+    vars(module).update({f"Bighorn{name.capitalize()}": make for name, make in _OPTIMIZERS.items()})
 
 
-CHANGES: dict[str, Callable[[ModuleType], None]] = {
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "library.train_util": _sd_scripts,
     "library.adafactor_fused": _adafactor_fused,
     "musubi_tuner.modules.adafactor_fused": _adafactor_fused,
@@ -182,7 +184,7 @@ class _Finder(MetaPathFinder):
     """Finds these modules as Python does, and changes each after it was executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in CHANGES:
+        if name not in _CHANGES:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((found for found in others if found is not None), None)
@@ -191,16 +193,16 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                CHANGES[name](module)
+                _CHANGES[name](module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-SCRIPT = "BIGHORN_SCRIPT"
+_SCRIPT = "BIGHORN_SCRIPT"
 """The environment variable with the path of the script. In a spawned process runpy puts this file into sys.argv."""
 
-USAGE = """\
+_USAGE = """\
 usage: python -m bighorn.integrations.diffusion SCRIPT [arguments of the script]
        accelerate launch -m bighorn.integrations.diffusion SCRIPT [arguments of the script]
        deepspeed --module bighorn.integrations.diffusion SCRIPT [arguments of the script]
@@ -213,11 +215,11 @@ def main(arguments: list[str]) -> None:
     """Run the script named by the first argument with the other arguments, as Python would."""
     if arguments and arguments[0].startswith("--local_rank="):  # DeepSpeed's launcher writes it first
         arguments = [*arguments[1:2], arguments[0], *arguments[2:]]
-    if not has_script(arguments, USAGE):
+    if not has_script(arguments, _USAGE):
         return
     sys.argv = arguments
     path = Path(arguments[0]).resolve()
-    sys.path[0], os.environ[SCRIPT] = str(path.parent), str(path)
+    sys.path[0], os.environ[_SCRIPT] = str(path.parent), str(path)
     script = ModuleType("__main__")
     # With this spec, processes that the script spawns execute this file before the script.
     script.__file__, script.__spec__ = str(Path(arguments[0]).absolute()), sys.modules["__main__"].__spec__
@@ -230,8 +232,8 @@ if __name__ in ("__main__", "__mp_main__"):  # the second in a process that a sc
     if __name__ == "__main__":
         diffusion.main(sys.argv[1:])
     else:
-        globals().update(runpy.run_path(os.environ[diffusion.SCRIPT], run_name=__name__))
+        globals().update(runpy.run_path(os.environ[diffusion._SCRIPT], run_name=__name__))
 else:
     sys.meta_path.insert(0, _Finder())
-    for _name in CHANGES.keys() & sys.modules.keys():
-        CHANGES[_name](sys.modules[_name])
+    for _name in _CHANGES.keys() & sys.modules.keys():
+        _CHANGES[_name](sys.modules[_name])

@@ -6,8 +6,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from bighorn.arguments import integer
+from bighorn._arguments import integer
 from bighorn.telemetry import SlowLayers, scalars
+
+__all__ = ["TelemetryCallback"]
 
 
 class TelemetryCallback(Callback):  # type: ignore[misc]

@@ -10,10 +10,12 @@ import sys
 from typing import Any
 
 from bighorn import Lamb, Lars
-from bighorn.integrations import came, has_script
+from bighorn.integrations._launchers import came, has_script
+
+__all__ = ["main", "register"]
 
 
-def timm_lamb(params: Any, **options: Any) -> Lamb:
+def _timm_lamb(params: Any, **options: Any) -> Lamb:
     """Return a Lamb that computes what timm's own does."""
     return Lamb.like("timm", params, **options)
 
@@ -28,13 +30,13 @@ def register() -> None:
         OptimInfo("bighornlamb", Lamb, "LAMB of Bighorn", has_betas=True, defaults=few),
         OptimInfo("bighorncame", came, "CAME of Bighorn", has_betas=True, num_betas=3),
         OptimInfo("bighornlars", Lars, "LARS of Bighorn", has_momentum=True, defaults=few),
-        OptimInfo("bighorntimm", timm_lamb, "LAMB of Bighorn that computes what timm's does", has_betas=True),
+        OptimInfo("bighorntimm", _timm_lamb, "LAMB of Bighorn that computes what timm's does", has_betas=True),
     )
     for info in infos:
         default_registry.register(info)
 
 
-USAGE = """\
+_USAGE = """\
 usage: python -m bighorn.integrations.timm SCRIPT [arguments of the script]
 
 Run a training script of timm, such as its train.py, with four more values of --opt: bighornlamb, bighorncame,
@@ -43,7 +45,7 @@ bighornlars, and bighorntimm, which computes what timm's own lamb does."""
 
 def main(arguments: list[str]) -> None:
     """Run the script named by the first argument with the other arguments."""
-    if not has_script(arguments, USAGE):
+    if not has_script(arguments, _USAGE):
         return
     try:
         register()

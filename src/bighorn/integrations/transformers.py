@@ -9,8 +9,10 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from bighorn.arguments import integer
+from bighorn._arguments import integer
 from bighorn.telemetry import SlowLayers, scalars
+
+__all__ = ["TelemetryCallback"]
 
 
 class TelemetryCallback(TrainerCallback):  # type: ignore[misc]

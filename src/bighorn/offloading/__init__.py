@@ -4,8 +4,8 @@
 `copies.py` is all that depends on the device.
 """
 
-from bighorn.offloading.copies import AcceleratorCopies, Arrival, Copies
-from bighorn.offloading.offload import offload
-from bighorn.offloading.optimizer import OffloadedOptimizer
+from bighorn.offloading._copies import AcceleratorCopies, Arrival, Copies
+from bighorn.offloading._offload import offload
+from bighorn.offloading._optimizer import OffloadedOptimizer
 
 __all__ = ["AcceleratorCopies", "Arrival", "Copies", "OffloadedOptimizer", "offload"]

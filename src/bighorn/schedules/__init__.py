@@ -15,10 +15,10 @@ Example:
 
 from __future__ import annotations
 
-from bighorn.schedules.decay import Cosine, Exponential, Inverse, NaturalExp, Polynomial, RelativeStep
-from bighorn.schedules.large_batch import large_batch, scaled_lr
-from bighorn.schedules.schedule import Chain, Scaled, Schedule, WarmUp
-from bighorn.schedules.values import PiecewiseConstant, Values
+from bighorn.schedules._decay import Cosine, Exponential, Inverse, NaturalExp, Polynomial, RelativeStep
+from bighorn.schedules._large_batch import large_batch, scaled_lr
+from bighorn.schedules._schedule import Chain, Scaled, Schedule, WarmUp
+from bighorn.schedules._values import PiecewiseConstant, Values
 
 __all__ = [
     "Chain",

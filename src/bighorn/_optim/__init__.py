@@ -1,0 +1,1 @@
+"""The optimizers: thin classes over `bighorn._kernels`."""

@@ -1,7 +1,0 @@
-"""The specification: one tensor at a time, any floating dtype, any device, written for readers."""
-
-from bighorn.kernels.reference.came import Came
-from bighorn.kernels.reference.lamb import Lamb
-from bighorn.kernels.reference.lars import Lars
-
-ALGORITHMS = {"lamb": Lamb, "came": Came, "lars": Lars}

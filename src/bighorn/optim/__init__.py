@@ -1,1 +1,0 @@
-"""The optimizers: thin classes over `bighorn.kernels`."""

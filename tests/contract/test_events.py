@@ -199,3 +199,8 @@ def test_an_event(event: str, storage: str, kind: Kind, backend: str) -> None:
         step(optimizer, params, number)
         step(fresh, list(twins.values()), number)
     assert_same_everything(params, optimizer, list(twins.values()), fresh)
+
+
+def test_a_square_matrix_turned_in_place(kind: Kind, backend: str) -> None:
+    """Its address and shape stay, and few of the cases above notice: `make test` may leave all of them out."""
+    test_an_event("turned in place", "plain", kind, backend)

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.flat_runs import (
     RUNS,
     Flat,
     Layout,
+    Pairs,
     advance,
     flattened,
     grouped,
@@ -132,6 +134,41 @@ def state_equals(flat: Flat, ours: Optimizer, wholes: Mapping[str, Mapping[str, 
             else:
                 expected = flat.averages(key, wholes, run.options.get("factor", "matrix"))[i]
                 assert_close(state[key], expected, 10 * run.tolerance, f"{key} of tensor {i}")
+
+
+def mark_as_deepspeed(named: Pairs, flat: Flat) -> None:
+    """Write the attributes of DeepSpeed's ZeRO into the parameters of a group that one flat tensor replaces."""
+    [tensor], [fragments] = flat.tensors, flat.held
+    held = {each.name: each for each in fragments}
+    for name, param in named:
+        mapping = None
+        if each := held.get(name):
+            mapping = SimpleNamespace(
+                hp_fragment_address=SimpleNamespace(start=each.start, numel=each.numel),
+                lp_fragment_address=SimpleNamespace(start=each.offset, numel=each.numel),
+                hp_fragment=tensor.detach()[each.start : each.start + each.numel],
+            )
+        vars(param).update(_dp_group=dist.group.WORLD, _hp_mapping=mapping)
+
+
+@for_every("name", ["lamb", "came"])
+@ranks(2, 4)
+def test_deepspeed_replaces_the_parameters_of_groups(name: str) -> None:
+    """As ZeRO does, without DeepSpeed; test_deepspeed_zero.py has its own engine."""
+    run = RUNS[name]
+    bag = Bag(SHAPES, run.dtype)
+    replaced = copy.deepcopy(bag)
+    theirs, ours = run.optimizer(bag), run.optimizer(replaced)
+    flats = []
+    for named, group in zip(grouped(replaced), ours.param_groups, strict=True):
+        flats.append(Flat.of(named, zero))
+        mark_as_deepspeed(named, flats[-1])
+        group["params"] = flats[-1].tensors
+    advance(bag, flats, (theirs, ours), range(3), run)
+    for flat, named in zip(flats, grouped(bag), strict=True):
+        whole = dict(named)
+        for key, part in flat.parts(flat.tensors).items():
+            assert_close(part, flat.cut(key, whole[key]), run.tolerance, key)
 
 
 @for_every("layout", LAYOUTS)

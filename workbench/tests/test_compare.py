@@ -556,8 +556,8 @@ def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
 
 
 def test_runs_are_paired_by_their_seed() -> None:
-    """Each seed of lamb is 2 points ahead of the same seed of sgd, and 20 and 6 ahead of the seed before."""
-    accuracies = {"lamb": {2: 0.9, 3: 0.94}, "sgd": {1: 0.7, 2: 0.88, 3: 0.92}}
+    """Each seed of lamb is 2 points ahead of the same seed of sgd, whose runs have ended in another order."""
+    accuracies = {"lamb": {2: 0.9, 3: 0.94}, "sgd": {1: 0.7, 3: 0.92, 2: 0.88}}
     cells = [
         dataclasses.replace(cell(name, 64, 0.2), trials=tuple(trial(0.2, *run) for run in runs.items()))
         for name, runs in accuracies.items()

@@ -80,7 +80,7 @@ PRESETS = (
         "apex",
         _TIMM,
         "clips the global gradient norm to 1; no trust ratio where weight_decay is 0",
-        "NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu; timm 1.0.31, _optim/lamb.py",
+        "NVIDIA/apex 06a83ce, csrc/multi_tensor_lamb.cu; timm 1.0.31, optim/lamb.py",
         ("timm",),
     ),
     Preset(
@@ -94,14 +94,14 @@ PRESETS = (
         "lambc",
         {**_TIMM, "trust_ratio_bounds": (0.0, 1.0)},
         "as apex; trust ratio at most 1",
-        "timm 1.0.31, _optim/lamb.py with trust_clip=True",
+        "timm 1.0.31, optim/lamb.py with trust_clip=True",
         argument="trust_clip",
     ),
     Preset(
         "lambw",
         {**_TIMM, "decay_mode": "decoupled"},
         "as apex; x decays first, by lr * weight_decay, and stays out of u",
-        "timm 1.0.31, _optim/lamb.py with decoupled_decay=True",
+        "timm 1.0.31, optim/lamb.py with decoupled_decay=True",
         argument="decoupled_decay",
     ),
     Preset(
@@ -195,12 +195,12 @@ _NEITHER = "neither decay nor trust ratio"
 
 LARS_PRESETS = (
     Preset("paper", {"eps": 0.0}, "nothing", "arXiv:1708.03888v3, Algorithm 1"),
-    Preset("timm", _TIMM_LARS, f"{_SGD}; no trust ratio where weight_decay is 0", "timm 1.0.31, _optim/lars.py"),
+    Preset("timm", _TIMM_LARS, f"{_SGD}; no trust ratio where weight_decay is 0", "timm 1.0.31, optim/lars.py"),
     Preset(
         "larc",
         {**_TIMM_LARS, "trust_clip": True},
         "as timm; a layer's learning rate is at most lr",
-        "timm 1.0.31, _optim/lars.py with trust_clip=True",
+        "timm 1.0.31, optim/lars.py with trust_clip=True",
     ),
     Preset(
         "apex",

@@ -4,6 +4,8 @@ Any object with the members of :class:`Task` is one, for ``--task FILE.py:NAME``
 :class:`Defaults` lists the attributes that it may have, and :class:`Classification` is a task of tensors in memory.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import warnings
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,8 @@ from torch.nn.functional import cross_entropy
 
 from bighorn_workbench import checks
 
-Self = TypeVar("Self", bound="Classification")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Task(Protocol):
@@ -222,7 +225,7 @@ class Classification:
         loss, accuracy = (totals / len(self.data[split][0])).tolist()
         return {"loss": loss, "accuracy": accuracy}
 
-    def held_out(self: Self) -> Self:
+    def held_out(self) -> Self:
         """Return the task with a fixed random fifth of its training data as its validation data."""
         inputs, targets = self.data["train"]
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))

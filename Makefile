@@ -222,9 +222,9 @@ STEPS ?= smoke cases rest bench tuning
 gpu:
 	if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 	  $(PYTHON) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable . && \
-	  PYTHONPATH=workbench/src $(PYTHON) benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
+	  PYTHONPATH=workbench/src $(PYTHON) workbench/benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	else \
-	  $(MAKE) $(STAMP) && $(BIN)/python benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
+	  $(MAKE) $(STAMP) && $(BIN)/python workbench/benchmarks/gpu_session.py --results $(RESULTS) $(STEPS); \
 	fi
 
 # Counts are the same on every run, so a test compares them. Counts of the C library need valgrind.

@@ -18,7 +18,8 @@ import ledger
 from ledger_counts import KERNELS
 from ledger_steps import ROWS
 
-RESULTS = ledger.FILE.parent
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "workbench" / "benchmarks" / "results"
 LARS = [row for row in (*ROWS, *KERNELS) if row.startswith(("lars cpu", "lars kernel")) and not row.endswith("first")]
 CPU = [row for row in ROWS if " cpu " in row and row not in LARS]
 OF_TWO = [row for row in KERNELS if row not in LARS]
@@ -76,7 +77,7 @@ def changed_since(name: str) -> list[str]:
         LookupError: The commit, or a ledger in it, is not in this repository: the table is from before the ledger.
     """
     commit = json.loads((RESULTS / f"{name}.json").read_text())["commit"]
-    path = ledger.FILE.relative_to(Path(__file__).parents[1])
+    path = ledger.FILE.relative_to(ROOT)
     command = ["git", "-C", str(RESULTS), "show", f"{commit}:{path.as_posix()}"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -99,10 +100,11 @@ def changes(then: dict[str, Any], now: dict[str, Any], rows: list[str]) -> list[
 
 def main() -> None:
     for name in sys.argv[1:] or TABLES:
-        program = ["benchmarks/bench_tables.py"] if name in OWN_TABLES else ["-m", "bighorn_workbench", "bench"]
-        arguments = [*TABLES[name].command.split(), "--json", f"benchmarks/results/{name}.json"]
+        own = "workbench/benchmarks/bench_tables.py"
+        program = [own] if name in OWN_TABLES else ["-m", "bighorn_workbench", "bench"]
+        arguments = [*TABLES[name].command.split(), "--json", f"workbench/benchmarks/results/{name}.json"]
         print("bighorn bench", *arguments, flush=True)
-        subprocess.run([sys.executable, *program, *arguments], cwd=Path(__file__).parents[1], check=True)
+        subprocess.run([sys.executable, *program, *arguments], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Draws the pictures docs/front-*.svg, and writes the tables between `<!-- table o
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,9 @@ import equal_tuning
 import plots
 from bighorn_workbench.footprint import predicted
 from bighorn_workbench.reports.style import INK, SERIES, STYLE, to_svg
+from resident_memory import CONTESTANTS, stack
 from result_files import DOCS, RESULTS, load
 from studies import STUDIES
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from resident_memory import CONTESTANTS, stack
 
 WIDTH = 5.0
 """Inches; narrow enough for a telephone."""

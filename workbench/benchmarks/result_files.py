@@ -1,4 +1,4 @@
-"""The files of results: of comparisons beside this module, and of steps in benchmarks/ at the root."""
+"""The files of results beside this module."""
 
 from __future__ import annotations
 
@@ -15,8 +15,5 @@ OLD = re.compile(r"(?<!workbench/)benchmarks/")
 
 def load(name: str) -> dict[str, Any]:
     """Return a file of results, with the folder that its command has today."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        path = ROOT / "benchmarks" / "results" / path.name
-    found: dict[str, Any] = json.loads(OLD.sub("workbench/benchmarks/", path.read_text()))
+    found: dict[str, Any] = json.loads(OLD.sub("workbench/benchmarks/", (RESULTS / f"{name}.json").read_text()))
     return found

@@ -282,7 +282,7 @@ N = 256 * 128
 
 @pytest.mark.parametrize(
     ("build", "dtype", "clip", "bytes_per_element"),
-    [  # the tables of benchmarks/results/gpu.md
+    [  # the tables of workbench/benchmarks/results/gpu.md
         (lambda params: Lamb(params), torch.float32, False, 40),
         (lambda params: Lamb(params), torch.float32, True, 44),
         (lambda params: Lamb(params, state_dtype=torch.bfloat16), torch.bfloat16, False, 20),

@@ -1,4 +1,4 @@
-"""The tables of `benchmarks/bench_tables.py`, and the loop that is a baseline in one table."""
+"""The tables of `workbench/benchmarks/bench_tables.py`, and the loop that is a baseline in one table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_table_of_lambrrr(tmp_path: Path) -> None:
     done = run(tmp_path, "--table", "lambrrr", *options)
     assert done.code == 0, done.errors
     content = json.loads((tmp_path / "bench.json").read_text())
-    assert content["command"].startswith("python benchmarks/bench_tables.py --table lambrrr --shapes small")
+    assert content["command"].startswith("python workbench/benchmarks/bench_tables.py --table lambrrr --shapes small")
     assert content["baseline"] == "loop"
     assert "apex" in content["absent"]
     assert "Absent: apex FusedLAMB (not installed; it is built from" in done.output

@@ -1,4 +1,4 @@
-"""The parameter sets of the table `cliffs` of `benchmarks/bench_tables.py`."""
+"""The parameter sets of the table `cliffs` of `workbench/benchmarks/bench_tables.py`."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -22,9 +22,9 @@ import loss_curves
 import offload
 import offload_peers
 import precision_table
-import result_files
 import scale
 from bighorn_workbench.shapes import SHAPES
+from result_files import RESULTS
 from studies import STUDIES, cells_of
 from tests.support.tables import for_every
 
@@ -42,7 +42,7 @@ def test_the_tables_are_those_of_the_script(source: ModuleType) -> None:
 
 def cells(name: str, shapes: str) -> dict[str, str]:
     """Return the cell of each optimizer in a table, by label."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]
+    measured = json.loads((RESULTS / f"{name}.json").read_text())["results"]
     (found,) = [result["optimizers"] for result in measured if result["shapes"] == shapes]
     ratios = {optimizer["label"]: optimizer["ratio"] for optimizer in found}
     return {label: front.speed(each) for label, each in ratios.items()}
@@ -122,7 +122,7 @@ def test_a_picture_of_the_readme_shows_the_files(name: str) -> None:
     assert "prefers-color-scheme:dark" in shown
 
 
-@for_every("picture", [*ROOT.glob("docs/*.svg"), *result_files.RESULTS.glob("*.svg")], ids=lambda path: path.name)
+@for_every("picture", [*ROOT.glob("docs/*.svg"), *RESULTS.glob("*.svg")], ids=lambda path: path.name)
 def test_a_picture_has_its_colours_where_css_variables_are_unknown(picture: Path) -> None:
     """Such viewers ignore a style with a variable, and once drew black."""
     tags = re.findall(r"<[^>]*var\(--[^>]*>", picture.read_text().partition("</style>")[2])
@@ -270,7 +270,7 @@ COSTS: dict[str, dict[tuple[str, tuple[str, ...]], str]] = {
 
 
 def test_the_costs_of_options_are_those_of_the_file() -> None:
-    saved = json.loads((ROOT / "benchmarks" / "results" / "option-cost.json").read_text())
+    saved = json.loads((RESULTS / "option-cost.json").read_text())
     assert saved["clean"] is True
     for page, claims in COSTS.items():
         text = " ".join((ROOT / "docs" / page).read_text().split())
@@ -285,7 +285,7 @@ def test_the_costs_of_options_are_those_of_the_file() -> None:
 
 
 def test_the_first_steps_of_many_tensors_are_those_of_the_file() -> None:
-    found = json.loads((ROOT / "benchmarks" / "results" / "step-cliffs.json").read_text())["results"]
+    found = json.loads((RESULTS / "step-cliffs.json").read_text())["results"]
     [rows] = [each["optimizers"] for each in found if each["shapes"] == "missing"]
     lamb, came, adamw = (
         next(1e3 * row["first_step_s"] for row in rows if row["label"] == label)
@@ -299,7 +299,7 @@ def test_the_first_steps_of_many_tensors_are_those_of_the_file() -> None:
 
 def test_the_calls_of_plain_torch_are_those_of_the_file() -> None:
     """The table once had a smaller model's counts beside the link to this file."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "plain-torch.json").read_text())["shapes"]["bert_base"]
+    found = json.loads((RESULTS / "plain-torch.json").read_text())["shapes"]["bert_base"]
     page = (ROOT / "docs" / "devices.md").read_text()
     for label, suffix in OPTIONS.items():
         (row,) = re.findall(rf"^\| {re.escape(label)} \| (.*) \|$", page, re.MULTILINE)
@@ -319,9 +319,9 @@ def test_every_tensor_is_in_a_group() -> None:
 
 @pytest.mark.parametrize(("label", "optimizer"), [("Lamb", "lamb"), ("Came", "came")])
 def test_the_plan_sends_what_was_counted(label: str, optimizer: str) -> None:
-    path = ROOT / "benchmarks" / "results" / "sharded-step.json"
+    path = RESULTS / "sharded-step.json"
     if not path.is_file():
-        pytest.skip("benchmarks/sharded_step.py has not been run on this checkout")
+        pytest.skip("workbench/benchmarks/sharded_step.py has not been run on this checkout")
     found = json.loads(path.read_text())
     counted = found["collectives_on_4_ranks"][label]["FSDP2"]
     tensors = [torch.empty(shape, device="meta") for shape in SHAPES[found["shapes"]]()]
@@ -331,7 +331,7 @@ def test_the_plan_sends_what_was_counted(label: str, optimizer: str) -> None:
 
 
 def test_the_losses_beside_the_least_memory_are_those_of_the_files() -> None:
-    text = " ".join((result_files.RESULTS / "memory.md").read_text().split())
+    text = " ".join((RESULTS / "memory.md").read_text().split())
     losses = {cell.optimizer: cell.loss[1] for cell in cells_of(STUDIES["came-text"])}
     said = f"the corrected rule ends at {losses['came']:.4f} and AdamW at {losses['adamw']:.4f}"
     assert said in text

@@ -1,4 +1,6 @@
-"""`bighorn bench` with the tables of this project's pages: `python benchmarks/bench_tables.py --table lambrrr`.
+"""`bighorn bench` with the tables of this project's pages.
+
+    python workbench/benchmarks/bench_tables.py --table lambrrr
 
 `precision` is a table of docs/precision.md. `lambrrr` is the benchmark of LAMBrrr, on the CPU: its baseline is a loop
 over the tensors, and another row is LAMBrrr's form compiled. `cliffs` is a table of docs/benchmarks.md with other
@@ -179,7 +181,7 @@ def main() -> None:
     )
 
     INSTRUMENTS["cuda"] = replace(INSTRUMENTS["cuda"], step_times=traffic.step_times)
-    bench(prog_name="python benchmarks/bench_tables.py")
+    bench(prog_name="python workbench/benchmarks/bench_tables.py")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A search for slow steps: `python benchmarks/hunt.py`, with `--help` for its options; a case takes half a second.
+"""A search for slow steps; a case takes half a second.
+
+    python workbench/benchmarks/hunt.py [--help]
 
 Random cases of shapes, layouts, dtypes, options and changes between steps are timed against torch's fused AdamW on
 tensors of the same shapes, in turn. The program lists the cases whose ratio is above twice the median of their kind:

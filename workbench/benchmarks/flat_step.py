@@ -1,12 +1,12 @@
 """The time of a step on flat tensors, which DeepSpeed's ZeRO and Megatron-LM have, beside a step of whole parameters.
 
-    python benchmarks/flat_step.py [--shapes vit_small] [--rounds 15]
+    python workbench/benchmarks/flat_step.py [--shapes vit_small] [--rounds 15]
 
 On 1 and 2 gloo ranks of one machine, each with its share of the cores and an equal part of a buffer of all parameters.
 The optimizers take turns, all ranks starting together; a time is the slowest rank's, and a ratio is to torch's
 fused AdamW on the same flat tensor in the same turn. On 1 rank, `Lamb` and `Came` of whole parameters take turns, too.
 DeepSpeed's CPUAdam takes part if it is installed and its C++ compiles; its FusedLamb has a CUDA kernel alone.
-Writes benchmarks/results/flat-step.json.
+Writes results/flat-step.json.
 """
 
 import argparse
@@ -155,7 +155,9 @@ def main() -> None:
         dist.barrier()
         end_process_group()
         return
-    about = provenance(f"python benchmarks/flat_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}")
+    about = provenance(
+        f"python workbench/benchmarks/flat_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}"
+    )
     result = {
         **about,
         "packages": {"deepspeed": package_version("deepspeed")},

@@ -1,12 +1,12 @@
 """Steps on the CPU as an offloaded optimizer takes them, beside DeepSpeed's, torch's and torchao's.
 
     pip install --no-deps deepspeed einops hjson msgpack ninja psutil py-cpuinfo pydantic pydantic-core tqdm
-    python benchmarks/offload_peers.py [--shapes bert_large] [--rounds 9] [--optimizers 'Lamb;Came']
+    python workbench/benchmarks/offload_peers.py [--shapes bert_large] [--rounds 9] [--optimizers 'Lamb;Came']
 
 Weights in float32, or in bfloat16 with float32 masters; gradients in bfloat16 where the optimizer takes them, or else
 in float32, as DeepSpeed and torchao copy them to the host. Each optimizer takes turns with DeepSpeedCPUAdam, in one
 process. torchao's CPUOffloadOptimizer steps one AdamW(fused=True) for each tensor on the host, and so does this script.
-Adds to benchmarks/results/offload-peers.json, and writes the second table in benchmarks/results/offload.md.
+Adds to results/offload-peers.json, and writes the second table in results/offload.md.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def main() -> None:
     baseline = made(BASELINE, shapes)
     for name in arguments.optimizers.split(";"):
         about = provenance(
-            f"python benchmarks/offload_peers.py --shapes {arguments.shapes} --rounds {arguments.rounds} "
+            f"python workbench/benchmarks/offload_peers.py --shapes {arguments.shapes} --rounds {arguments.rounds} "
             f'--optimizers "{name}"'
         )
         contestant, optimizer = CONTESTANTS[name], made(CONTESTANTS[name], shapes)

@@ -1,7 +1,7 @@
 """The host's time for a step on a GPU: tables, addresses and launches, on a simulated device.
 
 No GPU is needed, and none is measured: launches lead nowhere, so the driver's part of them and of uploads is missing.
-Run from the repository's root: `python benchmarks/gpu_host_share.py [FILE.json]`.
+Run from the repository's root: `python workbench/benchmarks/gpu_host_share.py [FILE.json]`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bighorn._kernels import Bucket
 from bighorn._kernels.triton.stepper import Stepper
 from bighorn_workbench.environment import provenance
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support import fake_gpu
 
 STEPS = 200
@@ -32,7 +32,7 @@ STEPS = 200
 def main() -> None:
     """Measure, print, and write the results if a file is named."""
     torch.set_num_threads(1)
-    about = provenance("python benchmarks/gpu_host_share.py")
+    about = provenance("python workbench/benchmarks/gpu_host_share.py")
     rows = []
     with pytest.MonkeyPatch.context() as patch, fake_gpu.gpu(patch):
         for kind in (Lamb, Came):

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one session: `make gpu`, or `python benchmarks/gpu_session.py [STEP ...]`.
+"""Everything that needs a GPU, in one session: `make gpu`, or `python workbench/benchmarks/gpu_session.py [STEP ...]`.
 
 The steps, by default all in this order: smoke (do the kernels run, and are they right), cases (the tests over several
 workers), rest (the slow tests, one by one), bench (`bighorn bench` in fp32 and bf16), tuning (the sizes of blocks and
@@ -26,7 +26,7 @@ import torch
 from bighorn_workbench import cuda
 from bighorn_workbench.environment import package_version, provenance
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = "bert_large,bert_base,vit_small,resnet50,llama_1b,tiny"
 
 
@@ -61,7 +61,7 @@ def tests(marks: str, *options: str) -> Sequence[str]:
 def bench(precision: str) -> Sequence[str]:
     figures = f"RESULTS/bench-{precision}.json"
     options = ["--shapes", SHAPES, "--precision", precision, "--seconds", "1", "--json", figures]
-    return ["benchmarks/bench_tables.py", "--device", "cuda", *options]
+    return ["workbench/benchmarks/bench_tables.py", "--device", "cuda", *options]
 
 
 STEPS = {
@@ -69,7 +69,7 @@ STEPS = {
     "cases": Step((tests("gpu and not slow", "-n", str(min(16, os.cpu_count() or 1)), "--dist", "worksteal"),), 480),
     "rest": Step((tests("gpu and slow"),), 300),
     "bench": Step((bench("fp32"), bench("bf16")), 420),
-    "tuning": Step((["benchmarks/gpu_tuning.py"],), 180),
+    "tuning": Step((["workbench/benchmarks/gpu_tuning.py"],), 180),
 }
 
 

@@ -1,4 +1,6 @@
-"""Device time of a step with other sizes of chunks, blocks and tiles: `python benchmarks/gpu_tuning.py [SHAPES]`.
+"""Device time of a step with other sizes of chunks, blocks and tiles.
+
+    python workbench/benchmarks/gpu_tuning.py [SHAPES]
 
 The first line of each optimizer and dtype has the sizes of the library. The sweep shows whether a new device needs
 other sizes.

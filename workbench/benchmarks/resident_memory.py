@@ -1,13 +1,13 @@
 """Resident memory of a training step by optimizer, with gradients kept or released, beside other packages' optimizers.
 
     pip install --no-deps torchao
-    python benchmarks/resident_memory.py [--blocks 8]
+    python workbench/benchmarks/resident_memory.py [--blocks 8]
 
 The model is a stack of transformer-sized matrices of width 1,024, 100.7 million parameters with 8 blocks, and 8 samples
 a step, so that activations are small beside weights. Each measurement is a process of its own: after two steps, which
 create the state, the kernel's peak of resident memory is reset. It is read after two more steps, less the memory of the
 process before it built the model. One thread; memory does not depend on other programs. Writes
-benchmarks/results/resident-memory.json.
+results/resident-memory.json.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     if arguments.child is not None:
         print("bytes", peak(arguments.child, arguments.blocks))
         return
-    about = provenance(f"python benchmarks/resident_memory.py --blocks {arguments.blocks}")
+    about = provenance(f"python workbench/benchmarks/resident_memory.py --blocks {arguments.blocks}")
     parameters = arguments.blocks * 12 * WIDTH**2
     rows: dict[str, dict[str, Any]] = {}
     for name in CONTESTANTS:

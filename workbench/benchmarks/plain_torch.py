@@ -1,7 +1,7 @@
 """The cost of a step on an accelerator without compiled kernels: calls of torch, copies, waits and temporaries.
 
-    PYTHONPATH=. python benchmarks/plain_torch.py [--rows Lamb,Came] [--shapes bert_base] [--json FILE]
-    PYTHONPATH=. python benchmarks/plain_torch.py --times [--json FILE]
+    PYTHONPATH=. python workbench/benchmarks/plain_torch.py [--rows Lamb,Came] [--shapes bert_base] [--json FILE]
+    PYTHONPATH=. python workbench/benchmarks/plain_torch.py --times [--json FILE]
 
 The device is the stand-in of `tests/device`, and each optimizer runs in a process of its own. `--times` times the same
 lists on one thread of a CPU, beside other packages' lists: optimizers take turns, step by step, with AdamW's.

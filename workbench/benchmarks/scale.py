@@ -1,9 +1,9 @@
-"""A calculation for 1,024 GPUs, and the counts of benchmarks/sharded_step.py, as the tables of results/scale.md.
+"""A calculation for 1,024 GPUs, and the counts of sharded_step.py, as the tables of results/scale.md.
 
-    python benchmarks/scale.py
+    python workbench/benchmarks/scale.py
 
 Nothing is run: shapes, the state that `bighorn memory` predicts, links as stated below, and the time that a step takes
-on one process of the measured machine (benchmarks/results/step-fp32.json).
+on one process of the measured machine (workbench/benchmarks/results/step-fp32.json).
 """
 
 import json
@@ -172,10 +172,10 @@ def single_rank() -> tuple[Mapping[str, float], str]:
 
 
 def sent_table() -> str:
-    """The counts of benchmarks/sharded_step.py."""
+    """The counts of sharded_step.py."""
     path = HERE / "results" / "sharded-step.json"
     if not path.is_file():
-        return "\nNot measured yet: `python benchmarks/sharded_step.py`.\n\n"
+        return "\nNot measured yet: `python workbench/benchmarks/sharded_step.py`.\n\n"
     found: dict[str, Any] = json.loads(path.read_text())
     counts = found["collectives_on_4_ranks"]
     places = list(next(iter(counts.values())))
@@ -201,7 +201,7 @@ def sent_table() -> str:
 
 
 def release_table() -> str:
-    """The measurements of benchmarks/release_gradients.py."""
+    """The measurements of release_gradients.py."""
     found = json.loads((HERE / "results" / "release-gradients.json").read_text())
     lines = [
         "",

@@ -1,11 +1,11 @@
 """The cost of options and dtypes on a CPU that no page's table of models has: each beside the same step without it.
 
-    python benchmarks/option_cost.py [--shapes tiny,vit_small,resnet50] [--threads 1,2] [--seconds 1] [--passes 3]
+    python workbench/benchmarks/option_cost.py [--shapes tiny,resnet50] [--threads 1,2] [--seconds 1] [--passes 3]
 
 A pair takes turns, step by step, on tensors of its own, as in `bighorn bench`; a ratio is of one round. All pairs are
 measured once in each pass, so that a disturbance of some seconds is in one pass of a pair; ratios of all passes are
 pooled. The first row of each question is its baseline beside a second one of its kind: the noise.
-Writes benchmarks/results/option-cost.json.
+Writes results/option-cost.json.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
     words = f"--shapes {arguments.shapes} --threads {arguments.threads} --seconds {arguments.seconds:g}"
-    about = provenance(f"python benchmarks/option_cost.py {words} --passes {arguments.passes}")
+    about = provenance(f"python workbench/benchmarks/option_cost.py {words} --passes {arguments.passes}")
     threads = list(map(int, arguments.threads.split(",")))
     rows = measured(arguments.shapes.split(","), threads, arguments.seconds, arguments.passes)
     files.write_json(arguments.json, {**about, "rows": rows})

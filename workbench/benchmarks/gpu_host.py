@@ -1,4 +1,4 @@
-"""The time of first steps, and the host's part of steps, on a GPU: `python benchmarks/gpu_host.py FILE.json`.
+"""The time of first steps, and the host's part of steps, on a GPU: `python workbench/benchmarks/gpu_host.py FILE.json`.
 
 Parameters are many and small, so that the device has little to do. For each optimizer and number of tensors: the first
 step of a new optimizer, also where nothing is compiled any more, the time until a step returns, with gradients where
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], Optimizer]] = {
 
 def main() -> None:
     """Measure, print, and write the results."""
-    content = {**provenance("python benchmarks/gpu_host.py", "cuda"), "device": cuda.facts(), "rows": []}
+    content = {**provenance("python workbench/benchmarks/gpu_host.py", "cuda"), "device": cuda.facts(), "rows": []}
     for name, make in OPTIMIZERS.items():
         for tensors in SETS:
             content["rows"].append({"optimizer": name, "tensors": tensors, **measured(make, tensors)})

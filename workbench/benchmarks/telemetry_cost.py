@@ -1,10 +1,10 @@
 """The cost of telemetry: one report every 50 steps, beside the optimizer's own steps on the shapes of real models.
 
-    python benchmarks/telemetry_cost.py [--every 50] [--rounds 30] [--shapes tiny,vit_small,...]
+    python workbench/benchmarks/telemetry_cost.py [--every 50] [--rounds 30] [--shapes tiny,vit_small,...]
 
 A round times a run of steps and then one report, `bighorn.telemetry.scalars`; the share is the report's of all that the
 optimizer takes. A training has forward and backward passes too, so its share of a training is smaller still.
-Writes benchmarks/results/telemetry-cost.json.
+Writes workbench/benchmarks/results/telemetry-cost.json.
 """
 
 import argparse
@@ -74,7 +74,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="tiny,efficientnet_b0,vit_small,resnet50,bert_base")
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    about = provenance(f"python benchmarks/telemetry_cost.py --every {arguments.every} --rounds {arguments.rounds}")
+    about = provenance(
+        f"python workbench/benchmarks/telemetry_cost.py --every {arguments.every} --rounds {arguments.rounds}"
+    )
     print(f"{'':22}{'tensors':>8}{'step ms':>10}{'report ms':>11}{'share of the time':>20}   10th to 90th percentile")
     rows = []
     for shapes in arguments.shapes.split(","):

@@ -1,10 +1,10 @@
 """How much of the optimizer's time TailOverlap hides: two ranks over a link of 0.5, 1 and 3 Gb/s, and an unshaped one.
 
-    python benchmarks/tail_overlap.py [--rounds 15] [--rates 0.5,1,3,inf] [--optimizers 'Lamb;torch AdamW']
+    python workbench/benchmarks/tail_overlap.py [--rounds 15] [--rates 0.5,1,3,inf] [--optimizers 'Lamb;torch AdamW']
 
 Each rank runs in a network namespace of its own; a veth pair between the two is shaped with tc's token bucket filter.
 That takes Linux, iproute2 and util-linux, and root or user namespaces. Namespaces end with their processes.
-Writes benchmarks/results/tail-overlap.json.
+Writes results/tail-overlap.json.
 """
 
 import argparse
@@ -238,7 +238,9 @@ def main() -> None:
     if os.geteuid() != 0:  # root in a user namespace is enough
         command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)
-    about = provenance(f"python benchmarks/tail_overlap.py --rounds {arguments.rounds} --rates {arguments.rates}")
+    about = provenance(
+        f"python workbench/benchmarks/tail_overlap.py --rounds {arguments.rounds} --rates {arguments.rates}"
+    )
     rates = [float(rate) for rate in arguments.rates.split(",")]
     links = [measure(rate, "large", arguments.rounds, arguments.optimizers) for rate in rates]
     links += [measure(math.inf, "tiny", arguments.rounds * 5, arguments.optimizers)] if math.inf in rates else []

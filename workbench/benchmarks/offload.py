@@ -1,12 +1,12 @@
 """How much of an offloaded step is hidden: a stand-in for a GPU behind a link of 12 and 25 GB/s (PCIe 3 and 4).
 
-    python benchmarks/offload.py [--rounds 7] [--rates 12,25] [--optimizers Lamb;Came] [--passes 80,160]
+    python workbench/benchmarks/offload.py [--rounds 7] [--rates 12,25] [--optimizers Lamb;Came] [--passes 80,160]
 
 The model has 50 million parameters in 48 layers. The stand-in has a queue of work and a link with both directions, all
 of which take their time while the host continues, as with a GPU; all arithmetic of the optimizer is real. The ways take
 turns in rounds of a few steps each. "In turn" is the same code without any overlap: all gradients stay on the device,
-are copied, are stepped, and all new weights are copied back. Adds results to benchmarks/results/offload.json,
-and writes the table in benchmarks/results/offload.md.
+are copied, are stepped, and all new weights are copied back. Adds to results/offload.json, and writes the table
+in results/offload.md.
 """
 
 import argparse
@@ -242,8 +242,8 @@ def main() -> None:
     for name in arguments.optimizers.split(";"):
         for rate in map(float, arguments.rates.split(",")):
             command = (
-                f"python benchmarks/offload.py --rounds {arguments.rounds} --rates {rate:g} --optimizers '{name}' "
-                f"--passes {arguments.passes}"
+                f"python workbench/benchmarks/offload.py --rounds {arguments.rounds} --rates {rate:g} "
+                f"--optimizers '{name}' --passes {arguments.passes}"
             )
             about = provenance(command)
             rows.append({**measure(name, rate, (forward, backward), arguments.rounds), "provenance": about})

@@ -1,13 +1,13 @@
 """The memory that released gradients save, and their cost in messages, beside an ordinary step.
 
-    python benchmarks/release_gradients.py [--blocks N]
+    python workbench/benchmarks/release_gradients.py [--blocks N]
 
 A stack of transformer-sized matrices without biases (4 x width^2 and a pair of width x 4 width a block, as a GPT's),
 8 samples a step, so that activations are small beside weights. Each measurement is a process of its own: after two
 steps, which create the state, the kernel's peak of resident memory is reset; it is read after two more, less the memory
 of the process before it built the model. One thread; memory does not depend on other programs. Then two ranks shard the
 same stack, a block at a time, with fully_shard, and count the collectives of a third step. Writes
-benchmarks/results/release-gradients.json.
+results/release-gradients.json.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def main() -> None:
         name, released = arguments.child
         print(peak(name, released == "released", arguments.blocks))
         return
-    about = provenance(f"python benchmarks/release_gradients.py --blocks {arguments.blocks}")
+    about = provenance(f"python workbench/benchmarks/release_gradients.py --blocks {arguments.blocks}")
     size = arguments.blocks * 12 * WIDTH**2 * 4
     rows = []
     counts = on_two_ranks(arguments.blocks)

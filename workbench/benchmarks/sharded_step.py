@@ -1,12 +1,12 @@
 """The messages and the time of a sharded optimizer's step: BERT-base's shapes on gloo ranks of one machine.
 
-    python benchmarks/sharded_step.py [--shapes bert_base] [--rounds 15]
+    python workbench/benchmarks/sharded_step.py [--shapes bert_base] [--rounds 15]
 
 Collectives and their bytes are counted in a third step on 4 ranks, as torch dispatches them: a coalesced call over
 fifty tensors counts as one, and its bytes as all of theirs. Times are of the first layout, which is `fully_shard`'s, on
 2 and 4 ranks that share the machine's cores; the optimizer and torch's fused AdamW take turns, all ranks starting
 together, and a ratio is of one turn. timm's optimizer is loaded as `bighorn bench` loads it. Writes
-benchmarks/results/sharded-step.json. `python benchmarks/scale.py` makes benchmarks/results/scale.md from it.
+results/sharded-step.json. `python workbench/benchmarks/scale.py` makes results/scale.md from it.
 """
 
 import argparse
@@ -231,7 +231,9 @@ def main() -> None:
         dist.barrier()
         end_process_group()
         return
-    about = provenance(f"python benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}")
+    about = provenance(
+        f"python workbench/benchmarks/sharded_step.py --shapes {arguments.shapes} --rounds {arguments.rounds}"
+    )
     shapes = list(SHAPES[arguments.shapes]())
     counts = launch(RANKS, "count", arguments.shapes, 1)
     times = {str(count): launch(count, "time", arguments.shapes, arguments.rounds) for count in (2, 4)}

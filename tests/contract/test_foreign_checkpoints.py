@@ -361,6 +361,19 @@ def test_what_cannot_be_gone_on_with_is_refused_and_changes_nothing() -> None:
     assert repr(came.state_dict()) == repr(before)
 
 
+@for_every("kind", [Lamb, Lars, Came])
+def test_groups_like_torchaos_are_refused(kind: Kind) -> None:
+    """They have no "foreach" or "maximize", and a moment is a tensor of codes that cannot be copied."""
+    parameters, adamw = after_adamw()
+    state = copy.deepcopy(adamw.state_dict())
+    keys = ("lr", "betas", "eps", "weight_decay", "amsgrad", "params")
+    state["param_groups"] = [{key: group[key] for key in keys} for group in state["param_groups"]]
+    optimizer = kind([{"params": [p]} for p in parameters], lr=0.1)
+    with pytest.raises(ValueError, match="no key of Bighorn's: the state is another optimizer's"):
+        optimizer.load_state_dict(state)
+    assert not optimizer.state
+
+
 def test_a_converted_checkpoint_keeps_keys_of_others_and_names_them() -> None:
     theirs = VALUES.parameters()
     adamw = torch.optim.AdamW(in_groups(theirs))

@@ -65,7 +65,7 @@ class Format:
         """Whether all of these groups, and the states of their parameters, have this format."""
         return all(
             self.marks <= group.keys()
-            and all(group[key] is value for key, value in self.where.items())
+            and all(group.get(key) is value for key, value in self.where.items())
             and (not self.bare or group.keys() <= {*self.marks, *NO_OPTIONS, "initial_lr"})
             for group in groups
         ) and (self.evidence is None or any(map(self.evidence, states)))
@@ -214,7 +214,7 @@ FORMATS = (
     ),
     Format(
         name="torch's Adam or AdamW",  # before torch 2.7, whose groups do not distinguish these two
-        marks=_ADAM,
+        marks=_ADAM | {"maximize"},  # torchao's groups, whose moments are no plain tensors, have all keys but this one
         implied={**_ADAM_STEPS, "second_moment": ("adam",)},
         unsaved='its decay_mode, "decoupled" for AdamW and "l2" for Adam',
         **_TORCH,

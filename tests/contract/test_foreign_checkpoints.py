@@ -96,7 +96,7 @@ RUNS = (
         says=(
             "trust_clip=False is trust_ratio_bounds=None",
             "caution=False is cautious=False",
-            "decoupled_decay=False is decay_mode='ratio'",
+            "decoupled_decay=False is decay_mode='ratio', corrected_weight_decay=False",
             GROUPED_STEPS,
         ),
         absent=peer_formulas.TIMM_ABSENT,
@@ -121,7 +121,7 @@ RUNS = (
         says=(
             "trust_clip=False is trust_ratio_bounds=None",
             "caution=True is cautious=True",
-            "decoupled_decay=False is decay_mode='ratio'",
+            "decoupled_decay=False is decay_mode='ratio', corrected_weight_decay=False",
             GROUPED_STEPS,
         ),
         absent=peer_formulas.TIMM_ABSENT,

@@ -6,7 +6,10 @@ without an error, and ranks with different gradients would wait for each other f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+
+import torch
 
 from bighorn._distributed.flat import FlatGroup
 from bighorn._distributed.sharding import RankSums, ReduceGroup, ShardedDims, described_option
@@ -46,6 +49,28 @@ def check_agreement(entries: list[Entry], groups: list[Group], options: Iterable
     for ranks, members in by_ranks(entries).items():
         ranks.check_same(described(members, groups, names, settings))
     settings.refuse_apart(entry.holders for entry in entries)
+
+
+def refuse_zeros(entries: list[Entry], why: str) -> None:
+    """Refuse weights that are all 0, in whole parameters and in slices of stacked ones.
+
+    Args:
+        entries: The parameters, the same on every rank that steps them.
+        why: What zeros would do, with the remedy.
+
+    Raises:
+        ValueError: A parameter or a slice has elements, and all of them are 0. Every rank raises.
+    """
+    present = [entry for entry in entries if math.prod(entry.shape) > 0 and not entry.local().is_meta]
+    nonzero = {
+        entry.label: torch.stack([slot.any() for slot in entry.slices(entry.local())]).float() for entry in present
+    }
+    for ranks, members in by_ranks(present).items():
+        ranks.all_reduce([(entry.ranks, nonzero[entry.label]) for entry in members])
+    for label, found in nonzero.items():
+        if not bool(found.all()):
+            slot = f"[{int(found.argmin())}]" if len(found) > 1 else ""
+            raise ValueError(f"{label}{slot} is zero, and {why}")
 
 
 class Presence:

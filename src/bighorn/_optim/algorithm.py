@@ -50,8 +50,8 @@ class Variant(NamedTuple):
     """Whether weights have 16 bits, on which alone `weight_rounding` acts."""
 
 
-VariantCheck = Callable[[Variant, Tensor, str], None]
-"""A function of the variant of a parameter, the parameter, and its name; it raises a ValueError."""
+VariantCheck = Callable[[Variant, str], None]
+"""A function of the variant of a parameter and its name; it raises a ValueError."""
 
 
 class ParamTraits(NamedTuple):
@@ -90,6 +90,9 @@ class Algorithm(ABC, Generic[Options]):
 
     Others are transposed themselves. Kernels then step a matrix in the order of its memory. Empty if steps differ.
     """
+
+    never_zero: ClassVar[tuple[str, str] | None] = None
+    """The state tensor that starts as the norm of weights that may not all be 0, and why not, with the remedy."""
 
     slow_layers_hint: ClassVar[str | None] = None
     """What makes a layer that started at zero slow, and the remedy; `{below}` is the ratio below which one is slow."""

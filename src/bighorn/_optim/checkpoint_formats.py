@@ -123,13 +123,19 @@ _TORCH: dict[str, Any] = {
     "left_out": ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
 }
 _ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad"})
-_ADAM_STEPS: dict[str, tuple[object, ...]] = {"adam": (True,), "bias_correction": (True,), "grad_averaging": (True,)}
+_ADAM_STEPS: dict[str, tuple[object, ...]] = {
+    "adam": (True,),
+    "hyperball": (False,),
+    "bias_correction": (True,),
+    "grad_averaging": (True,),
+}
 _WITHOUT_EXTENSIONS: dict[str, tuple[object, ...]] = {
+    "hyperball": (False,),
     "trust_ratio_bounds": (None,),
     "second_moment": ("adam",),
     "cautious": (False,),
-    "maximize": (False,),
 }
+_UNCORRECTED = {"corrected_weight_decay": False}
 _APEX = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging", "max_grad_norm"})
 
 _CAME = frozenset({"lr", "betas", "eps", "weight_decay", "clip_threshold"})
@@ -206,9 +212,7 @@ FORMATS = (
             "decay_mode": ("ratio",),
             "always_adapt": (True,),
             "weight_norm_bounds": (None,),
-            "trust_ratio_bounds": (None,),
-            "second_moment": ("adam",),
-            "cautious": (False,),
+            **_WITHOUT_EXTENSIONS,
         },
         **_TORCH,
     ),
@@ -226,12 +230,19 @@ FORMATS = (
         becomes={
             "trust_clip": lambda on: {"trust_ratio_bounds": (0.0, 1.0) if on else None},
             "caution": lambda on: {"cautious": on},
-            "decoupled_decay": lambda on: {"decay_mode": "decoupled" if on else "ratio"},
             "max_lr_snapshot": lambda largest: {"corrected_weight_decay": largest},
-            "corrected_weight_decay": lambda on: {} if on else {"corrected_weight_decay": False},
+            "corrected_weight_decay": lambda on: {} if on else _UNCORRECTED,
+            # Without decoupled decay there is nothing to correct.
+            "decoupled_decay": lambda on: {"decay_mode": "decoupled"} if on else {"decay_mode": "ratio"} | _UNCORRECTED,
         },
         left_out=("foreach",),
-        implied={"adam": (False,), "weight_norm_bounds": (None,), "second_moment": ("adam",), "maximize": (False,)},
+        implied={
+            "adam": (False,),
+            "hyperball": (False,),
+            "weight_norm_bounds": (None,),
+            "second_moment": ("adam",),
+            "maximize": (False,),
+        },
     ),
     Format(
         name="apex's FusedLAMB",
@@ -240,6 +251,7 @@ FORMATS = (
         implied={
             "adam": (False,),
             "weight_norm_bounds": (None,),
+            "maximize": (False,),
             **_WITHOUT_EXTENSIONS,
         },
         unsaved='use_nvlamb and adam_w_mode, here always_adapt and decay_mode ("l2" for adam_w_mode=False)',
@@ -256,6 +268,7 @@ FORMATS = (
             "decay_mode": ("ratio",),
             "always_adapt": (True,),
             "weight_norm_bounds": ((0.0, 10.0),),
+            "maximize": (False,),
             **_WITHOUT_EXTENSIONS,
         },
         unsaved="adam and use_global_grad_norm (in bighorn.Lamb: max_grad_norm=1.0)",
@@ -275,9 +288,7 @@ FORMATS = (
             "bias_correction": (False,),
             "always_adapt": (True,),
             "weight_norm_bounds": ((0.0, 10.0),),
-            "trust_ratio_bounds": (None,),
-            "second_moment": ("adam",),
-            "cautious": (False,),
+            **_WITHOUT_EXTENSIONS,
         },
         state_left_out=("weight_norm", "adam_norm", "trust_ratio"),
         unsaved="pre_norm and maximize; without adam_debias it divides lr by 1 - beta1^t, which is 1 after 100 steps",

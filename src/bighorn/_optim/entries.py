@@ -167,7 +167,7 @@ def check_entries(
     for position, param in enumerate(params):
         entry = entry_of(param, group, (index, position), algorithm, settings)
         if check is not None:
-            check(entry.variant, param, entry.label)
+            check(entry.variant, entry.label)
         if settings.backend != "auto":
             options = algorithm.kernel_options(group, entry.variant)
             kernels.pick(settings.backend, entry.local(), options, entry.slot_shard)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from bighorn._arguments import Check, StepFunction, about, flag, positive
-from bighorn._distributed.sharding import PLAIN
 from bighorn._kernels.options import BiasCorrection, Bounds, DecayMode, LambOptions, SecondMoment
 from bighorn._kernels.rounding import Rounding
 from bighorn._names import Exclusion, Names, listed
@@ -24,6 +23,7 @@ from bighorn._optim.reports import Table
 from bighorn._optim.state import (
     BLOCK_DTYPES,
     MIN_8BIT_SIZE,
+    ZEROS,
     StateDtype,
     StateSpec,
     StateTensorSpec,
@@ -60,6 +60,21 @@ def largest_lr(name: str, value: object) -> float | bool:
     return False if value is False else positive(name, value)
 
 
+def share_of(lr: float | Tensor, largest: float) -> float:
+    """Return a learning rate relative to the largest one, which it may exceed by rounding alone."""
+    if isinstance(lr, Tensor):
+        raise ValueError(
+            f"corrected_weight_decay={largest:g} is applied on the host, and lr is a tensor on {lr.device.type}: give "
+            "lr as a number or as a tensor on the CPU"
+        )
+    if lr > largest * (1 + 1e-6):
+        raise ValueError(
+            f"lr={lr:g} is above the largest learning rate, corrected_weight_decay={largest:g}: give the peak of the "
+            "schedule as corrected_weight_decay"
+        )
+    return lr / largest
+
+
 OFF_THE_BALL = {"adam": False, "always_adapt": True, "weight_norm_bounds": None, "trust_ratio_bounds": None}
 """Options of the trust ratio, with the values that Hyperball allows."""
 
@@ -73,6 +88,10 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         "LAMB's trust ratio of each stays below {below:g}: it moves by lr times its own small norm. Exclude such "
         'layers, as exclude_from_layer_adaptation=["lora_B"] does LoRA\'s, or by bighorn.groups.zero_initialized '
         "before training"
+    )
+    never_zero = (
+        "radius",
+        "hyperball=True would keep its norm of 0: initialize it with other values, or exclude it from layer adaptation",
     )
     kernel_options_type = LambOptions
     group_options: ClassVar[Mapping[str, Check]] = {
@@ -113,7 +132,7 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         return dtypes
 
     def moments(self, group: Group, param: Tensor) -> StateSpec:
-        """Both moments, and the norm that a matrix keeps.
+        """Both moments, and the norm that a matrix keeps, which is measured where it is 0.
 
         The running maximum of amsgrad starts as the second moment, in a state that has none.
         """
@@ -123,7 +142,8 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
         if group["hyperball"] and self.adapts(group, param):
             wide = moments_dtype(param, None)
             # Each rank has the radii of all slices, also of slices on other ranks, whose metrics it reports.
-            spec = {**spec, "radius": StateTensorSpec(wide, (), numel=len(param) if group["stacked"] else None)}
+            slices = len(param) if group["stacked"] else None
+            spec = {**spec, "radius": StateTensorSpec(wide, (), numel=slices, starts_as=ZEROS)}
         return spec
 
     def has_trust_ratio(self, group: Group) -> bool:
@@ -137,28 +157,23 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
     def kernel_options(self, group: Group, variant: Variant) -> LambOptions:
         """The options of the group, and whether the bucket has a trust ratio, or norms that are kept."""
         options = super().kernel_options(group, variant)
-        if largest := group["corrected_weight_decay"]:
-            options = replace(options, weight_decay=options.weight_decay * float(options.lr) / largest)
         hyperball = group["hyperball"] and options.adapt
         if hyperball and options.weight_decay != 0:
             raise ValueError(
                 f"hyperball=True keeps norms of matrices, against weight_decay={options.weight_decay:g}: "
                 "set weight_decay=0 in their group, or name them in exclude_from_weight_decay"
             )
+        if largest := group["corrected_weight_decay"]:
+            options = replace(options, weight_decay=options.weight_decay * share_of(options.lr, largest))
         return replace(options, hyperball=True) if hyperball else options
 
     def variant_check(self, group: Group) -> VariantCheck | None:
-        """Hyperball can neither decay a matrix nor move one of zeros."""
-        return partial(self._check_ball, group) if group["hyperball"] else None
+        """Hyperball cannot decay a matrix."""
+        return partial(self._check_decay, group) if group["hyperball"] else None
 
-    def _check_ball(self, group: Group, variant: Variant, param: Tensor, what: str) -> None:
+    def _check_decay(self, group: Group, variant: Variant, what: str) -> None:
         with about(what):
-            on_ball = self.kernel_options(group, variant).hyperball
-        if on_ball and type(param) in PLAIN and not param.is_meta and param.numel() > 0 and not bool(param.any()):
-            raise ValueError(
-                f"{what} is zero, and hyperball=True would keep its norm of 0: initialize it with other values, or "
-                "exclude it from layer adaptation"
-            )
+            self.kernel_options(group, variant)
 
 
 class Lamb(KernelOptimizer):
@@ -186,7 +201,7 @@ class Lamb(KernelOptimizer):
         hyperball: Keep the norm of each matrix, or of each slice of a stacked one, instead of using a trust ratio: x
             moves by lr times its norm, and is then scaled to the norm that it had at the first step. Parameters of less
             than 2 dims and parameters in `exclude_from_layer_adaptation` take AdamW's step. Matrices have no weight
-            decay, and none may be all zeros. Wen et al., arXiv:2606.16899v1. Default: False.
+            decay, and none may be all zeros at its first step. Wen et al., arXiv:2606.16899v1. Default: False.
         bias_correction: True: correct both moments, as in v5 of the paper. False: correct neither, as in v3. "lr":
             multiply the learning rate by sqrt(1 - beta2^t) / (1 - beta1^t), outside the ratio (DeepSpeed). Default:
             True.
@@ -194,7 +209,7 @@ class Lamb(KernelOptimizer):
         decay_mode: "ratio": decay inside u, as in the paper. "decoupled": multiply x by 1 - lr * weight_decay first.
             "l2": add weight_decay * x to the gradient. Default: "ratio".
         corrected_weight_decay: Multiply decoupled decay by lr / largest lr. The largest lr is this number; with True it
-            is the number given as `lr` (arXiv:2506.02285; timm). Default: False.
+            is the number given as `lr`. No step may have a larger one (arXiv:2506.02285; timm). Default: False.
         always_adapt: False: no trust ratio if weight_decay is 0 (apex, timm). Default: True.
         weight_norm_bounds: (low, high) that ||x|| is clamped to in the ratio. Default: None.
         trust_ratio_bounds: (low, high) that the ratio is clamped to; (0, 1) is LAMBC. Default: None.
@@ -287,7 +302,9 @@ class Lamb(KernelOptimizer):
     ) -> None:
         arguments = {**locals()}
         if corrected_weight_decay is True:
-            arguments["corrected_weight_decay"] = positive("lr for corrected_weight_decay=True", lr)
+            largest = lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr
+            with about("corrected_weight_decay=True takes lr for the largest: give the peak of a schedule instead"):
+                arguments["corrected_weight_decay"] = positive("lr", largest)
         super().__init__(params, arguments, unknown)
 
     def telemetry(self) -> LambTelemetry:

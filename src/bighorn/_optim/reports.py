@@ -115,7 +115,7 @@ class Reports(Optimizer):
         if isinstance(params, nn.Module):
             params = params.named_parameters()
         for name in {"lr", "learning_rate"} & inspect.signature(cls).parameters.keys():
-            options.setdefault(name, 0.0)
+            options.setdefault(name, 1.0)
         optimizer = cls(params=params, **options)
         sizes: dict[str, int] = {}
         for entry in optimizer._entries(optimizer.param_groups):

@@ -43,6 +43,8 @@ MIN_8BIT_SIZE = 4096
 MIN_ROW = 8
 """The fewest elements of a row of a tensor of several matrices: a scale takes the bytes of as many codes of 4 bits."""
 
+ZEROS = "zeros"
+
 STEP_BYTES = 4
 """The bytes of a step count, a float32 as in torch. Above 2^24 it advances to the next float32 at each step."""
 
@@ -59,8 +61,8 @@ class StateTensorSpec:
             element has its own.
         numel: The number of elements of a vector that holds parts of several parameters' state, or a number for each
             slice on every rank. Default: None.
-        starts_as: The name of the state tensor that it equals at first, where a state without it goes on. Default:
-            None, where such a state is refused.
+        starts_as: The name of the state tensor that it equals at first, or `ZEROS`, where a state without it goes on.
+            Default: None, where such a state is refused.
     """
 
     dtype: torch.dtype
@@ -342,7 +344,7 @@ def init_or_validate_state(
     if fresh or "step" in out:
         out["step"] = _no_steps(dense) if fresh else _count(out["step"], dense, what)
     for name, like in likes.items():
-        if fresh or (name in AUX_STATE_NAMES and name not in out):
+        if fresh or (name not in out and (name in AUX_STATE_NAMES or spec[name].starts_as == ZEROS)):
             out[name] = _zeros(spec[name], dense, what)
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from bighorn._distributed import sharding
 from bighorn._optim import flat_tensors, plan_builder
-from bighorn._optim.agreement import GIVE_GRADIENTS, Presence, check_agreement
+from bighorn._optim.agreement import GIVE_GRADIENTS, Presence, check_agreement, refuse_zeros
 from bighorn._optim.algorithm import Algorithm, Variant
 from bighorn._optim.entries import Indices, entries_of, parameters
 from bighorn._optim.entry import Entry
@@ -132,6 +132,11 @@ class Steps:
         entries = list(self._entries((*indices[id(param)], param) for param in part.params))
         options, version = self.options_of({entry.variant for entry in entries}), self.options_version
         grads, backend = expected(part.params, part.grads), self.settings.backend
+        if self.algorithm.never_zero is not None:
+            norm, why = self.algorithm.never_zero
+            kept = [each for each in entries if norm in each.spec and options[each.variant].adapt]
+            if starting := [each for each in kept if norm not in state.get(each.param, {})]:
+                refuse_zeros(starting, why)
 
         def init_state(entry: Entry, dense: Tensor) -> dict[str, Any]:
             before = state.get(entry.param, {})

@@ -108,3 +108,31 @@ def test_a_run_goes_on_with_hyperball(saved: str) -> None:
     assert state["step"] == 2
     for kept in (state["radius"], matrix.detach().norm()):
         torch.testing.assert_close(kept, norm)
+
+
+@for_every("options", [{"hyperball": True}, {}, {"bias_correction": "lr"}, {"trust_ratio_bounds": (0.0, 10.0)}])
+def test_moments_that_fade_away_leave_weights_finite(options: Any, backend: str) -> None:
+    """Where ||u|| is denormal, lr times the ratio was infinite, and rows of u that are 0 made NaN of weights."""
+    matrix = Parameter(torch.randn(6, 8))
+    optimizer = Lamb([matrix], lr=0.02, betas=(0.1, 0.999), backend=backend, **options)
+    matrix.grad = torch.randn(6, 8)
+    matrix.grad[0] = 0
+    optimizer.step()
+    matrix.grad = torch.zeros(6, 8)
+    for _ in range(60):
+        before = matrix.detach().clone()
+        optimizer.step()
+        assert bool(matrix.isfinite().all())
+    assert optimizer.state[matrix]["exp_avg"].abs().max() < 1e-37
+    assert torch.equal(matrix, before)  # nothing moves any more
+
+
+@for_every("state_dtype", [torch.float32, torch.bfloat16])
+def test_a_skipped_first_step_writes_nothing_without_eps(state_dtype: torch.dtype, backend: str) -> None:
+    """r is 0 / 0 then, and plain torch once multiplied it by 0."""
+    matrix = Parameter(torch.ones(3, 4))
+    optimizer = Lamb([matrix], lr=0.1, eps=0.0, skip_nonfinite=True, backend=backend, state_dtype=state_dtype)
+    matrix.grad = torch.full((3, 4), torch.nan)
+    optimizer.step()
+    assert optimizer.telemetry().skipped == 1
+    assert torch.equal(matrix, torch.ones(3, 4))

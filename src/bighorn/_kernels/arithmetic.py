@@ -19,6 +19,9 @@ def write(out: Tensor, value: Tensor, apply_mask: Tensor | None) -> None:
 PAST_COUNTING = 1.5 * 2.0**-24
 """A float32 above 2^24 that grows by this fraction of itself becomes the next float32."""
 
+LARGEST_RATIO = 2.0**100
+"""The norm of an update that gives a layer a larger ratio counts as 0: float32 would overflow, and inf * 0 is NaN."""
+
 
 def count_step(counts: list[Tensor], apply_mask: Tensor | None) -> None:
     """Count a step: by 1 up to 2^24, and to the next float32 above, where float32 does not represent every integer.

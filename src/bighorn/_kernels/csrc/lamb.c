@@ -15,8 +15,9 @@ static double trust_ratio(const LambOptions *o, double weight_norm, double updat
     if (!o->adapt || weight_norm == 0 || update_norm == 0) return 1;
     double low = o->weight_norm_bounds[0], high = o->weight_norm_bounds[1];
     double phi = weight_norm < low ? low : weight_norm > high ? high : weight_norm;
-    double ratio = phi / update_norm;
+    const double ratio = phi / update_norm;
     low = o->trust_ratio_bounds[0], high = o->trust_ratio_bounds[1];
+    if (ratio > LARGEST_RATIO) return 1;
     return ratio < low ? low : ratio > high ? high : ratio;
 }
 
@@ -25,9 +26,10 @@ static double ball_step(double radius, double lr, LayerSums total, double *facto
     const double update_norm = sqrt(total.update), p = lr * radius / update_norm;
     const double square = total.weight - 2 * p * total.inner + p * p * total.update,
                  norm = sqrt(square < 0 ? 0 : square);
-    if (total.update == 0 || norm == 0) return 0; /* x stays */
-    *factor = radius / norm;                      /* LAMB-ball */
-    return *factor * radius / update_norm;
+    const double back = radius / norm, ratio = back * radius / update_norm; /* LAMB-ball */
+    if (total.update == 0 || norm == 0 || ratio > LARGEST_RATIO) return 0;  /* x stays */
+    *factor = back;
+    return ratio;
 }
 
 /* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v

@@ -25,6 +25,8 @@ typedef struct {
     double weight, update, inner;
 } LayerSums;
 
+#define LARGEST_RATIO 0x1p100 /* as in arithmetic.py */
+
 static inline void add_sums(LayerSums *total, LayerSums sums) {
     total->weight += sums.weight, total->update += sums.update, total->inner += sums.inner;
 }

@@ -53,6 +53,8 @@ class LambGroup(Group[LambOptions]):
             torch._foreach_copy_(self.state["radius"], list(chosen(apply_mask, radius, old).unbind()))
         self.write_metrics([weight_norm, update_norm, q], apply_mask)
         step = q * lr
+        if o.eps == 0:  # then r is 0 / 0 where moments are 0, as before the first step that is applied
+            self.blank(u, apply_mask)
         torch._foreach_addcmul_(x, u, self.each(chosen(apply_mask, step, 0.0)), value=-1)  # LAMB-x
         del u
         self.store_weights(x, t, apply_mask)

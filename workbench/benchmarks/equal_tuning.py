@@ -42,7 +42,7 @@ GOOD = {"accuracy": 0.01, "loss": 0.05}
 """A trial is good if it is so near to the best one of its optimizer at this batch size: a point, or 0.05 nats."""
 
 GPTS = "equal-characters", "equal-gpt", "equal-gpt-little", "equal-gpt-steps-6"
-CLASSES = {**dict.fromkeys((*GPTS, "ball-characters"), 66), "equal-masked": 67}
+CLASSES = {**dict.fromkeys((*GPTS, "ball-characters"), 66), **dict.fromkeys(("equal-masked", "ball-masked"), 67)}
 """The classes of the comparisons that do not have 10."""
 
 LOST = 0.99

@@ -29,6 +29,7 @@ from bighorn_workbench.compare import WIDEST, CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import step_seconds
 from bighorn_workbench.display import table_of
+from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
@@ -253,13 +254,24 @@ def test_workers_follow_the_process_that_leads(tmp_path: Path, ten_seconds: list
     leader = small(tmp_path / "s.study", optimizers="lamb,sgd", trials=None, budget="235 s")
     worker = Search(leader.plan, leader.task, leads=False)
     assert (worker.is_open, worker.trials) == (True, 6)
-    other = Search(dataclasses.replace(leader.plan, deadline=1.0), leader.task, leads=False)
+    plan = dataclasses.replace(leader.plan, owner="another command")
+    other = Search(plan, leader.task, leads=False)
     leader.work()
     worker.extend()
     assert (worker.is_open, worker.trials, worker.total - worker.done) == (False, 8, 0)
     assert len(ten_seconds) == 22
     other.extend()
     assert other.is_open, "it is another command's decision"
+    second = Search(plan, leader.task)
+    second.work()
+    for each in (worker, other):
+        again = Search(each.plan, each.task, leads=False)
+        assert not again.is_open, "each command's decision is in the study"
+        again.work()
+    for wrong in (7, [8], [8, 5, "x"], ["8", 5, True]):
+        second._tuning[0].study.set_user_attr(second._decision, wrong)
+        with pytest.raises(InputError, match=r"trials of another command are .*Give another name"):
+            Search(plan, leader.task, leads=False)
 
 
 def test_a_budget_without_time_for_a_verdict_is_refused_and_says_what_fits(

@@ -34,7 +34,7 @@ AHEAD = 2
 """Before a deadline, the trials for each process that wait at least, so that none is idle until the next look."""
 
 DECISION = "trials"
-"""The key of the deadline of a command, its trials and final runs of each cell, and whether there may be more."""
+"""The key, with a command's name, of its trials and final runs of each cell, and whether there may be more."""
 
 SEEDS_EACH = 2
 """With a budget, the final runs of a cell for each of its trials after the least, up to their most."""
@@ -99,7 +99,7 @@ class Search:
     def __init__(self, plan: Plan, task: Task, leads: bool = True) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan, self.task, self.higher, self._leads = plan, task, defaults(task).higher_is_better, leads
-        self.database = Database(plan.study)
+        self.database, self._decision = Database(plan.study), f"{DECISION} of {plan.owner}"
         self._tuning = [self._queue(self._name(entry, "tuning"), entry.scan(), entry.space) for entry in plan.entries]
         kept = max(queue.kept for queue in self._tuning)
         self._most = max(plan.trials, kept)
@@ -137,9 +137,8 @@ class Search:
             self.is_open = more is not None and self.needed(*more) <= self.left
             if more is not None and self.is_open:
                 self.trials, self.seeds = more
-            decision = [self.plan.deadline, self.trials, self.seeds, self.is_open]
             with self.database.asked():
-                self._tuning[0].study.set_user_attr(DECISION, decision)
+                self._tuning[0].study.set_user_attr(self._decision, [self.trials, self.seeds, self.is_open])
 
     def fitting(self, seconds: float) -> tuple[int, int]:
         """Return the trials and the final runs of each cell that fit into some time, by what runs have taken."""
@@ -151,10 +150,10 @@ class Search:
     def _decided(self) -> tuple[int, int, bool]:
         """Return the runs of each cell, and whether there may be more, as the leading process has decided."""
         with self.database.asked(reads=True):
-            found = self._tuning[0].study.user_attrs.get(DECISION)
-        if not isinstance(found, list) or found[0] != self.plan.deadline:  # of another command
-            return self.trials, self.seeds, True
-        _, trials, seeds, is_open = found
+            found = self._tuning[0].study.user_attrs.get(self._decision, [self.trials, self.seeds, True])
+        if not isinstance(found, list) or [type(each) for each in found] != [int, int, bool]:
+            raise InputError(f"--study {self.plan.study}: {self._decision} are {found!r:.50}. Give another name.")
+        trials, seeds, is_open = found
         return trials, seeds, is_open
 
     def _counts(self) -> list[int]:

@@ -45,7 +45,7 @@ from workbench.tests.command_line import Invoke, assert_self_contained, changed
 
 def trial(lr: float, seed: int, value: float, loss: float = 1.0, steps_to_target: int | None = 5) -> Trial:
     config = RunConfig(lr=lr, seed=seed)
-    curve = ((5, value / 2), (10, value))
+    curve = ((5, value), (10, value))
     return Trial(config, value, loss, 10, steps_to_target, seconds=1.0, state_bytes=2_000_000, curve=curve)
 
 
@@ -475,6 +475,8 @@ def test_batch_sizes_may_differ_between_optimizers() -> None:
 def test_the_curve_of_a_cell_is_the_mean_of_its_seeds() -> None:
     """It therefore ends at the value of the cell in the table and in the verdict."""
     found = cell("lamb", 32, 0.2, 0.9, 0.7, 0.5)
+    runs = (dataclasses.replace(run, curve=((5, run.value / 2), (10, run.value))) for run in found.trials)
+    found = dataclasses.replace(found, trials=tuple(runs))
     assert [step for step, _ in found.curve] == [5, 10]
     assert [value for _, value in found.curve] == pytest.approx([0.35, 0.7])
     assert row(found)[3] == "70.0% (50.0-90.0)"
@@ -492,7 +494,7 @@ def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> N
     diverged = make(config, Digits(), "test", 0.9)
     assert (diverged.value, diverged.loss, diverged.steps_to_target) == (-math.inf, math.inf, None)
     assert best_of([diverged, trial(0.1, 0, -0.8)], higher=True).value == -0.8
-    assert best_of([trial(0.1, 0, 0.0, loss=math.inf), trial(0.1, 0, -0.8)], higher=True).value == -0.8
+    assert best_of([trial(0.1, 0, 0.0, loss=math.inf), trial(0.1, 0, -0.8)], higher=True).value == 0.0
     assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
 
 
@@ -540,11 +542,22 @@ def test_the_words_say_what_the_figures_say() -> None:
         "lamb loses 10.0 points from batch 32 to 64.",
         "sgd loses 5.0 points from batch 32 to 64.",
     ]
-    diverged = dataclasses.replace(cells[0], trials=(trial(0.2, 0, 0.0, math.inf), trial(0.2, 1, 0.9)))
+    diverged = dataclasses.replace(cells[0], trials=(trial(0.2, 0, -math.inf, math.inf), trial(0.2, 1, 0.9)))
     assert "1 of 2 final runs of lamb at batch 32 diverged" in warnings([diverged])[0]
     [reason] = untuned([cells[0], cell("sgd", 64, 0.1, 0.85)])
     assert reason.startswith("The best rate of sgd at batch 64, 0.1, is on the edge of its range")
     assert reason.endswith("give --space sgd.lr=0.01,0.3.")
+    edges = [cell("sgd", 64, 0.1, 0.85), cell("sgd", 512, 0.3, 0.8), cell("lamb", 64, 0.3, 0.8)]
+    assert untuned(edges) == [
+        "The best rate of sgd at batch 64, 0.1, and at batch 512, 0.3, is on the edge of its range: give --space "
+        "sgd.lr=0.01,3.",
+        "The best rate of lamb at batch 64, 0.3, is on the edge of its range: give --space lamb.lr=0.1,3.",
+    ]
+    assert "sgd cannot be compared from batch 64 to 512: it is not tuned." in verdicts(edges[:2])
+    assert not warnings([dataclasses.replace(cells[0], trials=(trial(0.2, 0, 0.9, math.inf),))]), "its value is finite"
+    assert [columns("accuracy", target)[4] for target in (0.975, 0.999, 0.9)] == [
+        *("steps to 97.5%", "steps to 99.9%", "steps to 90%")
+    ]
 
 
 def test_a_verdict_has_intervals_over_seeds_that_hold_together() -> None:
@@ -672,12 +685,20 @@ def test_seeds_that_would_show_a_difference_are_the_fewest() -> None:
 
 
 def test_seeds_that_agree_by_chance_show_no_difference() -> None:
-    """Three of 360 images at three seeds: the interval is of that resolution, t(0.975, 2) * 0.83 / sqrt(3) = 2.07."""
-    one, other = (cell(name, 64, 0.2, *[value] * 3) for name, value in (("lamb", 0.9), ("sgd", 0.9 - 3 / 360)))
-    words = "At batch 64 sgd (89.2%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 0.8 +- 2.1"
+    """Two of 360 images at three seeds: the interval is of one image, t(0.975, 2) * 0.28 / sqrt(3) = 0.69."""
+    one, other = (cell(name, 64, 0.2, *[value] * 3) for name, value in (("lamb", 0.9), ("sgd", 0.9 - 2 / 360)))
+    words = "At batch 64 sgd (89.4%) is behind lamb (90.0%) by 0.6 +- 0.0 points."
+    assert verdicts([one, other])[0] == words, "the step of two values is unknown"
+    on_the_way = tuple((step, 0.5 + count / 360) for step, count in enumerate((0, 7, 31, 32)))
+    one = dataclasses.replace(one, trials=tuple(dataclasses.replace(run, curve=on_the_way) for run in one.trials))
+    words = "At batch 64 sgd (89.4%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 0.6 +- 0.7"
     assert verdicts([one, other])[0].startswith(words)
     finer = dataclasses.replace(other, trials=(*other.trials[:2], trial(0.2, 2, other.trials[0].value + 1e-4)))
-    assert verdicts([one, finer])[0] == "At batch 64 sgd (89.2%) is behind lamb (90.0%) by 0.8 +- 0.0 points."
+    assert verdicts([one, finer])[0] == "At batch 64 sgd (89.4%) is behind lamb (90.0%) by 0.6 +- 0.014 points."
+    clear = verdicts([cell("lamb", 64, 0.2, *[1.0] * 5), cell("sgd", 64, 0.2, *[0.1] * 5)])
+    assert clear[0] == "At batch 64 sgd (10.0%) is behind lamb (100.0%) by 90.0 +- 0.0 points."
+    far = [cell("lamb", 64, 0.2, 1e300, 2e300, 5.0), cell("sgd", 64, 0.2, 5.0, 5.0 + 1e-11, 6.0)]
+    assert "cannot be distinguished" in verdicts(far)[0]
 
 
 def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> None:
@@ -688,13 +709,13 @@ def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> No
         "came": cell("came", 64, 0.2, 0.89, 0.91, 0.87),
     }
     assert verdicts(list(rows.values())) == [
-        "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.0 points.",
+        "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.036 points.",
         "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.1 points.",
         "No clear winner at batch 64: lamb cannot be distinguished from came.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
     of_lamb = verdicts(list(rows.values()), baseline="lamb")
-    assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.0 points."
+    assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.036 points."
     assert of_lamb[1].startswith(
         "At batch 64 came (89.0%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 1.0 +- 7.1"
     )

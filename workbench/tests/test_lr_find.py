@@ -22,7 +22,7 @@ def made(monkeypatch: pytest.MonkeyPatch, best: float, seen: list[RunConfig]) ->
 
     def run(config: RunConfig, *_: Any) -> Trial:
         seen.append(config)
-        value = -abs(math.log(config.lr or 1.0) - math.log(best)) if best else 0.0
+        value = -abs(math.log(config.lr or 1.0) - math.log(best)) if best else -math.inf
         return Trial(config, value, 1.0 if best else math.inf, config.steps or 0, None, 0.1, 0, ())
 
     monkeypatch.setattr(lr_find, "make", run)

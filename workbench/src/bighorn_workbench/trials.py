@@ -52,7 +52,7 @@ class Trial:
     @property
     def diverged(self) -> bool:
         """Whether the run has no result."""
-        return self.loss == math.inf or not math.isfinite(self.value)
+        return not math.isfinite(self.value)
 
     def as_json(self, metric: str) -> dict[str, Any]:
         """Return the options that differ between the runs of a cell, and the results."""

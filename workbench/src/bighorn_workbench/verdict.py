@@ -30,6 +30,12 @@ MORE_SEEDS = 10
 MOST_SEEDS = 20
 """A difference that needs more seeds than these is too small for advice on seeds."""
 
+LEAST_POINTS = 0.1
+"""Fewer points of an accuracy are written with two significant digits."""
+
+FEW_VALUES = 4
+"""From fewer different values the step of a metric cannot be told."""
+
 UNCLEAR = "no clear difference"
 """The label, in tables of verdicts, of a difference whose interval includes zero."""
 
@@ -207,14 +213,16 @@ def untuned(cells: Sequence[Cell]) -> list[str]:
             f"give --trials {LEAST}, which takes {duration((LEAST - tried) * seconds)} more on one processor, or less "
             "with fewer --epochs, fewer layers or less data."
         )
-    for cell in cells:
-        if cell.is_tried and cell.on_edge:
-            low, high = cell.space["lr"]
-            wider = (low / WIDER, high) if cell.lr < math.sqrt(low * high) else (low, high * WIDER)
-            lines.append(
-                f"The best rate of {cell.optimizer} at batch {cell.batch_size:,}, {cell.lr:g}, is on the edge of its "
-                f"range: give --space {cell.optimizer}.lr={wider[0]:g},{wider[1]:g}."
-            )
+    edged = [cell for cell in cells if cell.is_tried and cell.on_edge]
+    for name in dict.fromkeys(cell.optimizer for cell in edged):
+        group = [cell for cell in edged if cell.optimizer == name]
+        low, high = group[0].space["lr"]
+        below = [cell.lr < math.sqrt(low * high) for cell in group]
+        low, high = low / WIDER if any(below) else low, high if all(below) else high * WIDER
+        where = " and ".join(f"at batch {cell.batch_size:,}, {cell.lr:g}," for cell in group)
+        lines.append(
+            f"The best rate of {name} {where} is on the edge of its range: give --space {name}.lr={low:g},{high:g}."
+        )
     return lines
 
 
@@ -243,6 +251,8 @@ def _cost(small: Cell, large: Cell, comparisons: int) -> list[str]:
         return []
     mean, half = difference
     span = f"from batch {small.batch_size:,} to {large.batch_size:,}"
+    if not (small.is_tuned and large.is_tuned):
+        return [f"{small.optimizer} cannot be compared {span}: it is not tuned."]
     if not math.isfinite(mean):
         return [f"{small.optimizer} cannot be compared {span}: its runs diverged."]
     word, size = ("loses", mean) if mean >= 0 else ("gains", -mean)
@@ -260,11 +270,14 @@ def _difference(one: Cell, other: Cell, comparisons: int) -> tuple[float, float]
 
 def _resolution(one: Cell, other: Cell) -> float:
     """The step of which all differences of values are multiples, in the units of :func:`_points`; 0 without one."""
-    values = sorted({trial.value for cell in (one, other) for trial in cell.trials if math.isfinite(trial.value)})
+    runs = [trial for cell in (one, other) for trial in cell.trials]
+    on_the_way = {value for trial in runs for _, value in trial.curve}  # on test data; others have another step
+    values = sorted(filter(math.isfinite, on_the_way | {trial.value for trial in runs}))
     gaps = [high - low for low, high in pairwise(values)]
-    step = min(gaps, default=0.0)
-    counted = all(math.isclose(gap / step, round(gap / step), rel_tol=1e-4) for gap in gaps)
-    return _unit(one) * step if counted else 0.0
+    if len(values) < FEW_VALUES or sum(gaps) == math.inf:
+        return 0.0
+    step = min(gaps)
+    return _unit(one) * step if all(abs(math.remainder(gap, step)) <= 1e-4 * gap for gap in gaps) else 0.0
 
 
 def _unit(cell: Cell) -> float:
@@ -282,7 +295,8 @@ def _points(one: Cell, other: Cell) -> list[float]:
 def _amount(cell: Cell, *figures: float) -> str:
     """A difference of the metric, with its interval."""
     share = is_share(cell.metric)
-    numbers = " +- ".join(f"{figure:.1f}" if share else f"{figure:.3g}" for figure in figures)
+    forms = [(".2g" if 0 < figure < LEAST_POINTS else ".1f") if share else ".3g" for figure in figures]
+    numbers = " +- ".join(map(format, figures, forms))
     return f"{numbers} {'points' if share else f'of {cell.metric}'}"
 
 
@@ -344,9 +358,14 @@ def unfinished(search: Search) -> list[str]:
 
 
 def columns(metric: str, target: float | None) -> list[str]:
-    """The heads of the table."""
-    reached = "steps" if target is None else f"steps to {metric_text(metric, target, 0)}"
-    return ["optimizer", "batch", "best lr", f"{metric} (min-max)", reached, "loss", "state", "time"]
+    """The heads of the table.
+
+    Example:
+        >>> columns("accuracy", 0.975)[4], columns("perplexity", 12.0)[4]
+        ('steps to 97.5%', 'steps to 12')
+    """
+    value = "" if target is None else f" to {100 * target:g}%" if is_share(metric) else f" to {target:g}"
+    return ["optimizer", "batch", "best lr", f"{metric} (min-max)", f"steps{value}", "loss", "state", "time"]
 
 
 def row(cell: Cell, target: bool = True) -> tuple[str, ...]:

@@ -80,3 +80,16 @@ def test_a_program_with_the_lines_trains_as_the_run_did(name: str, more: dict[st
 def test_a_run_without_warmup_has_no_line_of_it() -> None:
     config = RunConfig(optimizer="adamw", lr=0.02, weight_decay=0.1, batch_size=64, warmup="0", threads=1, epochs=1)
     assert ".after_warmup" not in constructor(config.resolved(Plain()), 10)
+
+
+def test_every_contestant_has_lines_that_run() -> None:
+    for name, options in CONTESTANTS.items():
+        config = RunConfig(**options, batch_size=32, epochs=1, threads=1).resolved(Plain())
+        for excluded in (False, True):
+            compile(constructor(config, 10, excluded), name, "exec")
+    config = RunConfig(**CONTESTANTS["lamb-free"], batch_size=32, epochs=1, threads=1).resolved(Plain())
+    names: dict[str, Any] = {"model": nn.LSTM(2, 2)}
+    lines = constructor(config, 10)
+    assert "exclude_from_layer_adaptation=['weight_hh', 'ndim<2']," in lines
+    exec(lines, names)
+    assert isinstance(names["optimizer"], torch.optim.Optimizer)

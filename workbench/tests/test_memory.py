@@ -277,6 +277,14 @@ def test_wrong_input_is_refused(invoke: Invoke, options: list[str], message: str
     assert message in invoke("memory", *options, code=1).output
 
 
+def test_no_output_is_written_over_an_input(invoke: Invoke) -> None:
+    Path("in.json").write_text("{}")
+    for options in (["--hf-config", "in.json"], ["--task", "text", "--data", "in.json"]):
+        output = invoke("memory", *options, "--json", "in.json", code=1).output
+        assert f"--json in.json is the file of {options[-2]} in.json, which it would overwrite" in output
+    assert Path("in.json").read_text() == "{}"
+
+
 def test_whether_it_fits(invoke: Invoke) -> None:
     """400 trainable weights, 72 frozen ones; AdamW keeps 2 numbers and a step, in 4 bytes each."""
     weights, gradients, state = 4 * (400 + 72), 4 * 400, 8 * 400 + 4

@@ -648,6 +648,14 @@ def test_seeds_that_make_no_difference_are_refused_unless_that_is_meant(invoke: 
 def test_a_metric_that_seems_better_lower_must_say_so(invoke: Invoke, mine: str) -> None:
     lower = ("val_loss", "error", "RMSE", "Perplexity", "wer", "test-nll", "l2_error")
     assert all(map(seems_lower, lower))
+    errors = (
+        *("nmse", "nrmse", "rmsd", "smape", "wmape", "mape", "mad", "mase", "mpjpe", "eer", "per", "val_per", "ber"),
+        *("lpips", "emd", "chamfer", "huber", "ce", "bce", "val_ce", "cost", "energy", "bits", "bits_per_byte"),
+        *("miss_rate", "negative_log_likelihood"),
+    )
+    assert all(map(seems_lower, errors))
+    higher = ("accuracy", "performance", "tokens_per_second", "log_likelihood", "map", "reward_per_episode", "success")
+    assert not any(map(seems_lower, higher))
     path = Path(f"{mine}.py")
     code = CODE.replace("higher_is_better = ", "other = ")
     path.write_text(code)

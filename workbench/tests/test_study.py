@@ -314,7 +314,9 @@ def test_a_database_with_orders_of_its_own_is_refused(invoke: Invoke, order: str
     if "TABLE" not in order:
         Database(Path("other")).close()
     sql(Path("other"), order)
+    before = Path("other").read_bytes()
     assert message in invoke(*WORDS, "other", code=1).output
+    assert Path("other").read_bytes() == before
 
 
 @pytest.mark.usefixtures("quick")
@@ -379,6 +381,9 @@ def test_no_password_of_a_server_is_printed(invoke: Invoke, monkeypatch: pytest.
     assert isinstance(place, Server)
     assert [str(place), repr(place), f"{place}"] == ["postgresql://***@host/runs"] * 3
     assert place.hidden("failed: secret") == "failed: ***"
+    odd = Server("postgresql://me:sec?re#t@host/runs?sslmode=x&sslpassword=an%20other")
+    assert str(odd) == "postgresql://***@"
+    assert odd.hidden("sec?re#t, an other, an%20other, x") == "***, ***, ***, x"
 
 
 # ---- processes that are killed or stopped ---------------------------------------------------------------------------

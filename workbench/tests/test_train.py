@@ -18,6 +18,7 @@ from bighorn import WindowScale
 from bighorn import _kernels as kernels
 from bighorn_workbench import display, launch
 from bighorn_workbench.builtin_tasks import TASKS
+from bighorn_workbench.builtin_tasks.digits import Digits
 from bighorn_workbench.commands import bighorn as group
 from bighorn_workbench.compare import CompareConfig
 from bighorn_workbench.config import ParallelConfig, RunConfig
@@ -26,6 +27,7 @@ from bighorn_workbench.memory import MemoryConfig
 from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.tasks import Classification, defaults
+from bighorn_workbench.train import results
 from tests.support.tables import for_every
 from workbench.tests.command_line import Invoke, Page, without_dropout
 
@@ -50,6 +52,14 @@ def test_digits_are_learned_and_written_down(invoke: Invoke) -> None:
     assert result["config"]["lr"] == OPTIMIZERS["lamb"].lr
     assert result["history"]["commands"] == ["bighorn train --report out/run.html --json out/run.json"]
     assert len(result["history"]["metrics"]["trust_ratio"][0]) == len(result["history"]["layers"]) == 3
+
+
+def test_the_best_evaluation_is_a_finite_one() -> None:
+    task = Digits()
+    run = Run(RunConfig(epochs=1, threads=1).resolved(task), task)
+    for values, best in (((math.nan, 0.25, 0.5, math.inf), 0.5), ((math.nan,), None), ((), None)):
+        run.history.evaluations = [(step, {"accuracy": value, "loss": 1.0}) for step, value in enumerate(values)]
+        assert results(run)["best_validation_accuracy"] == best
 
 
 @for_every("name", OPTIMIZERS)

@@ -58,6 +58,7 @@ def constructor(config: RunConfig, steps: int, excluded: bool = False) -> str:
 def _of_bighorn(kind: Any, lr: str, weight_decay: float | None, options: dict[str, Any], excluded: bool) -> list[str]:
     """Lines for an optimizer of Bighorn, whose rate is a schedule."""
     adapt = [] if kind is Came else ["adapt=False"]
+    patterns = [] if excluded else options.pop("exclude_from_layer_adaptation", [])
     made = [f"bighorn.{kind.__name__}(", f"    lr={lr},"]
     made += [f"    {name}={value!r}," for name, value in options.items()]
     made.append(f"    weight_decay={weight_decay:g},")
@@ -67,9 +68,10 @@ def _of_bighorn(kind: Any, lr: str, weight_decay: float | None, options: dict[st
         rule = ", ".join(["task.excluded", "weight_decay=0.0", *adapt])
         made.insert(1, f"    by_rules(model.named_parameters(), [Rule({rule})]),")
     else:
-        made.insert(1, "    model.parameters(),")
+        made.insert(1, f"    model.{'named_' * bool(patterns)}parameters(),")
         made.append('    exclude_from_weight_decay="ndim<2",')
-        made += ['    exclude_from_layer_adaptation="ndim<2",'] * bool(adapt)
+        without = [*patterns, "ndim<2"] if patterns else '"ndim<2"'
+        made += [f"    exclude_from_layer_adaptation={without},"] * bool(adapt)
     return [*imports, "from bighorn.schedules import Polynomial", "", f"optimizer = {made[0]}", *made[1:], ")"]
 
 

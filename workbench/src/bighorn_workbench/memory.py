@@ -120,7 +120,8 @@ def memory(ctx: click.Context, /, report: Path | None, json_file: Path | None, *
     """
     config = MemoryConfig(**options)
     wanted = SHOWN if config.optimizers is None else names("--optimizers", config.optimizers, FOOTPRINTS)
-    files.check_outputs({"--report": report, "--json": json_file})
+    inputs = {"--data": config.data, "--hf-config": config.hf_config}
+    files.check_outputs({"--report": report, "--json": json_file}, inputs)
     source, weights = config.weights()
     params = weights.trainable
     optimizer_options = config.options(wanted)

@@ -8,10 +8,11 @@ SHORT = {"accuracy": "acc", "perplexity": "ppl"}
 
 
 LOWER = re.compile(
-    "loss(es)?|err(or)?s?|r?msl?e|map?e|nll|bp[cb]|ppl|perplexity|[wc]er|fid|kld?|divergence|distance|deviance|"
-    "residual|regret|brier|crps|(cross)?entropy|logloss|hinge|ece|nats"
+    "_(loss(es)?|err(or)?s?|n?r?msl?e|rmsd|[nsw]?map?e|m?ape|mpe|mad|mase|mpjpe|nll|neg(ative)?_log_likelihood|bp[cb]|"
+    "bits|nats|ppl|perplexity|[wcbep]er(?=_$)|fid|kld?|divergence|distance|deviance|residual|regret|brier|crps|b?ce|"
+    "(cross)?entropy|logloss|hinge|huber|chamfer|emd|lpips|ece|cost|energy|miss_rate)_"
 )
-"""Words in the names of metrics for which lower is usually better."""
+"""Words in the names of metrics for which lower is usually better; "per" is also a word of "tokens_per_second"."""
 
 SHARE = re.compile("acc(urac(y|ies))?")
 """Words in the names of metrics that are shares of the samples."""
@@ -34,7 +35,7 @@ def seems_lower(metric: str) -> bool:
         >>> seems_lower("val_rmse"), seems_lower("TestLoss"), seems_lower("l2-error"), seems_lower("accuracy")
         (True, True, True, False)
     """
-    return any(map(LOWER.fullmatch, _words(metric)))
+    return LOWER.search(f"_{'_'.join(_words(metric))}_") is not None
 
 
 def is_share(metric: str) -> bool:

@@ -41,6 +41,9 @@ HEADER = b"SQLite format 3\0"
 
 SERVERS = re.compile(r"(postgresql|mysql)(\+\w+)?://")
 
+SECRETS = ("://[^:/]*:(.*)@", "://[^:/]*:([^@]*)@", "[?&][^=&]*pass[^=&]*=([^&]*)")
+"""Passwords in an address, of which one with a bare @ may end early or late, and in its options."""
+
 ENDED = "All runs that have ended are in it."
 
 
@@ -56,15 +59,16 @@ class Server:
     url: str
 
     def __str__(self) -> str:
-        return re.sub("://.*@", "://***@", self.url.partition("?")[0])
+        address, _, options = self.url.partition("?")
+        return re.sub("://.*" if "@" in options else "://.*@", "://***@", address)  # a password may have a "?"
 
     __repr__ = __str__
 
     def hidden(self, text: str) -> str:
-        """Return a text without the password, which a driver may quote."""
-        found = re.search("://[^:/]*:(.*)@", self.url)
-        for secret in {found[1], unquote(found[1])} if found else ():
-            text = text.replace(secret, "***") if secret else text
+        """Return a text without the passwords, which a driver may quote."""
+        found = [secret for pattern in SECRETS for secret in re.findall(pattern, self.url)]
+        for secret in sorted({*found, *map(unquote, found)} - {""}, key=len, reverse=True):
+            text = text.replace(secret, "***")
         return text
 
 
@@ -249,8 +253,15 @@ def _check_start(path: Path) -> None:
 
 
 def _check_tables(path: Path) -> None:
-    """Raise an error for a damaged file, for another program's, and for one that would run orders of its own."""
-    with closing(_connected(path)) as connection:
+    """Raise an error for a damaged file, for another program's, and for one that would run orders of its own.
+
+    It does not write to the file, which may be another program's.
+    """
+    if not path.exists():
+        return
+    address = f"{path.resolve().as_uri()}?mode=ro"
+    with closing(sqlite3.connect(address, timeout=WAIT, isolation_level=None, uri=True)) as connection:
+        connection.execute("PRAGMA trusted_schema = OFF")
         [whole] = connection.execute("PRAGMA quick_check(1)").fetchone()
         if whole != "ok":
             raise _damaged(path, whole)

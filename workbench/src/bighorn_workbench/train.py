@@ -1,5 +1,6 @@
 """``bighorn train``."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -230,12 +231,13 @@ def results(run: Run) -> dict[str, Any]:
     evaluations, test, metric = run.history.evaluations, run.history.test, run.task.metric
     last = evaluations[-1][1] if evaluations else {"loss": None, metric: None}
     best = max if defaults(run.task).higher_is_better else min
+    finite = [found[metric] for _, found in evaluations if math.isfinite(found[metric])]
     return {
         "steps": run.step,
         "epochs": run.epoch,
         **{f"test_{name}": value for name, value in (test or dict.fromkeys(last)).items()},
         **{f"validation_{name}": value for name, value in last.items()},
-        f"best_validation_{metric}": best(found[metric] for _, found in evaluations) if evaluations else None,
+        f"best_validation_{metric}": best(finite, default=None),
         "train_seconds": run.history.seconds,
         "samples_per_second": run.step * run.batch_size / run.history.seconds if run.history.seconds else None,
         "skipped_steps": len(run.history.skipped),

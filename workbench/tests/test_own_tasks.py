@@ -1,27 +1,33 @@
 """Tasks of users: the forms of `--task FILE.py:NAME`, and early errors for wrong tasks."""
 
 import json
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bighorn_workbench.builtin_tasks import trial
+from bighorn_workbench.builtin_tasks import fingerprint, load, trial
 from bighorn_workbench.builtin_tasks.user import UserTask, user_call
+from bighorn_workbench.compare import CompareConfig, prepare
 from bighorn_workbench.config import RunConfig
+from bighorn_workbench.errors import InputError
 from bighorn_workbench.metrics import seems_lower
 from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.ranks import Aborted, Interrupt
 from bighorn_workbench.run import Batches, Run
 from bighorn_workbench.tasks import Classification, Task, defaults
 from bighorn_workbench.trials import make
+from bighorn_workbench.workers import worker
 from tests.support.tables import for_every
-from workbench.tests.command_line import Invoke, assert_self_contained, resuming
+from workbench.tests.command_line import Invoke, assert_self_contained, changed, resuming
 from workbench.tests.test_resume import assert_same, content
 
 CODE = '''
@@ -211,6 +217,10 @@ def test_a_task_is_searched_compared_and_measured(invoke: Invoke, mine: str) -> 
 
 
 WRONG = {
+    "percent": (
+        "metric = 'accuracy'\n    def evaluate(self, model, split): return {'accuracy': 97.5}",
+        ("gives accuracy = 97.5, but an accuracy is a share from 0 to 1. Divide it by 100",),
+    ),
     "shapes": (
         "def loss(self, model, batch): return model(batch[0][:, :1]).sum()",
         ("loss was called with (Sequential, [float32[16, 2], int64[16]])", "line ", "mat1 and mat2 shapes"),
@@ -572,6 +582,90 @@ def test_runs_whose_metric_is_no_number_are_the_worst(invoke: Invoke, mine: str)
     assert "At batch 16 sgd (inf) cannot be distinguished from adamw (0.5): runs of sgd diverged." in output
     assert json.loads(Path("c.json").read_text())["cells"][0]["error"]["mean"] is None
     assert_self_contained(Path("c.html"))
+
+
+def test_an_error_of_a_model_that_has_diverged_is_the_runs(invoke: Invoke, mine: str) -> None:
+    """torch.distributions refuses parameters that are NaN; so does a loss that follows in the same way."""
+    options = ["--optimizers", "sgd,adamw", "--trials", 1, "--seeds", 1, "--processes", 1, "--space", "sgd.lr=1e30"]
+    checked = """def loss(self, model, batch):
+        return super().loss(model, batch) + 0 * torch.distributions.Normal(model(batch[0]), 1.0).mean.sum()"""
+    judged = """def loss(self, model, batch): return 1e12 * super().loss(model, batch)
+    def evaluate(self, model, split):
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        return super().evaluate(model, split)"""
+    for members in (checked, judged + "\n    steps = 1"):
+        output = invoke("compare", "--task", own(mine, members), *options).output
+        assert "sgd at batch 16: all 1 trial diverged, so that no options were chosen" in output
+        assert "adamw at batch 16: lr" in output
+
+
+def test_a_study_is_of_a_tasks_model_code_and_data(invoke: Invoke, mine: str) -> None:
+    words = ["--optimizers", "sgd", "--batch-sizes", 16, "--trials", 1, "--seeds", 1, "--processes", 1]
+
+    def output(place: str, *more: object) -> str:
+        return invoke("compare", "--task", place, *changed(words, *more), "--study", "s.study").output
+
+    output(f"{mine}.py:Circles")
+    assert "2 runs are already in s.study" in output(f"./{mine}.py:Circles"), "the place is not a part of it"
+    assert "2 runs are already in s.study" in output(f"{mine}.py:Circles", "--batch-sizes", "8,16")
+    for old, new in (("nn.Tanh()", "nn.ReLU()"), ("1.2", "1.3"), ("x, y in", "x, y  in")):
+        Path(f"{mine}.py").write_text(CODE.replace(old, new))
+        assert "s.study has runs of sgd, batch 16, but none that fits" in output(f"{mine}.py:Circles"), new
+
+
+def test_a_report_over_steps_says_so(invoke: Invoke, mine: str) -> None:
+    words = ["--optimizers", "sgd", "--trials", 1, "--seeds", 1, "--processes", 1, "--report", "c.html"]
+    invoke("compare", "--task", f"{mine}.py:Steps", *words)
+    assert "error by step" in Path("c.html").read_text()
+    invoke("compare", "--task", f"{mine}.py:Circles", *words)
+    assert "error by epoch" in Path("c.html").read_text()
+
+
+def test_batches_without_tensors_are_told_apart() -> None:
+    class Words:
+        batch_size = 2
+
+        def __init__(self, *words: object) -> None:
+            self.words = words
+
+        def batches(self, split: str, *_: object) -> list[object]:
+            return [(split, self.words)]
+
+    array = np.arange(3000.0)
+    for one, other in (("a", "b"), (array, array + (np.arange(3000) == 1500)), ({"x": [1]}, {"x": [2]})):
+        first, second, again = (fingerprint(Words(each)) for each in (one, other, one))  # type: ignore[arg-type]
+        assert first == again != second
+
+
+def test_data_are_drawn_from_seeded_generators_and_processes_compare_them(
+    invoke: Invoke, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = "def __init__(self):\n        super().__init__()\n        perm = {}(200)\n"
+    drawn += "        data = torch.utils.data.Subset(self.sets['train'], perm.tolist())\n"
+    drawn += "        self.sets = dict.fromkeys(self.sets, data)"
+    invoke("train", "--epochs", 1)  # draws random numbers
+    place = own(mine, drawn.format("torch.randperm"))
+    assert fingerprint(load(place)) == fingerprint(load(place))
+    place = own(mine, drawn.format("torch.arange(200).roll(__import__('os').getpid()) + 0 * torch.randperm"))
+    task = load(place)
+    plan = prepare(CompareConfig(task=place, optimizers="sgd", trials=1, seeds=1), task, Path("s.study")).plan
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    with pytest.raises(InputError, match=r"has other training data in each process.*--processes 1"):
+        worker(plan, os.getppid(), 0)
+
+
+def test_attributes_that_a_run_changes_are_not_those_of_the_next(mine: str) -> None:
+    names: dict[str, Any] = {}
+    exec(
+        f"{CODE}\nclass Own(Circles):\n    count = 0\n    def loss(self, model, batch):\n        self.count += 1\n"
+        "        return min(1.0, self.count / 60) * super().loss(model, batch)\n",
+        names,
+    )
+    task = UserTask(names["Own"](), f"{mine}.py:Own")
+    config = RunConfig(threads=1, lr=0.1, optimizer="sgd").resolved(task)
+    one, other = (make(config, task, "test") for _ in range(2))
+    assert one.curve == other.curve
+    assert task.inner.count == 0
 
 
 def test_passes_are_seeded_by_seed_and_epoch_and_skipped_by_their_length() -> None:

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -19,10 +20,13 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     except OverflowError:
         exact = math.inf
     if not math.isfinite(exact) or not low <= exact <= high or (above and exact == low):
-        least = f"above {low:g}" if above else f"at least {low:g}"
-        allowed = least if high == math.inf else f"in {'[('[above]}{low:g}, {high:g}]"
-        raise ValueError(f"{name}={value!r} is out of range: it must be a finite number {allowed}")
+        least = f" above {low:g}" if above else f" at least {low:g}" if low > -math.inf else ""
+        allowed = least if high == math.inf else f" in {'[('[above]}{low:g}, {high:g}]"
+        raise ValueError(f"{name}={value!r} is out of range: it must be a finite number{allowed}")
     return exact
+
+
+finite = partial(number, low=-math.inf)
 
 
 def integer(name: str, value: object, least: int = 0, most: float = math.inf) -> int:

@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 
 from bighorn_workbench import files
-from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, load
+from bighorn_workbench.builtin_tasks import TASKS, TaskName, fingerprint, identity, load
 from bighorn_workbench.builtin_tasks.trial import check_task, held_out
 from bighorn_workbench.builtin_tasks.user import UserTask
-from bighorn_workbench.checks import number
+from bighorn_workbench.checks import finite
 from bighorn_workbench.config import DATA_HELP, PRECISIONS, TASK_HELP, RunConfig, check_device
 from bighorn_workbench.constructor import constructor
 from bighorn_workbench.costs import Cost, evaluation_seconds, evaluations, step_seconds
@@ -92,7 +92,7 @@ class CompareConfig(Options):
         check=COUNT,
     )
     target: float | None = option(
-        None, "Count the steps until the metric on test data reaches this value.", shown="the task's", check=number
+        None, "Count the steps until the metric on test data reaches this value.", shown="the task's", check=finite
     )
     precision: str = option("fp32", "Type of weights and gradients.", choices=tuple(PRECISIONS))
     processes: int | None = option(
@@ -242,8 +242,6 @@ def prepare(
         run = Run(entry.base, task)
         costs.append(Cost(step_seconds(run) * run.total, looking))
     target = defaults(task).target if config.target is None else config.target
-    data = fingerprint(task, entries[0].base.batch_size or 1)
-    code = task.code() if isinstance(task, UserTask) else ""
     budget = None if config.budget is None else seconds_in("--budget", config.budget)
     plan = Plan(
         entries=tuple(entries),
@@ -252,8 +250,8 @@ def prepare(
         most_seeds=config.seeds or (SEEDS if budget is None else MOST_SEEDS),
         target=target,
         study=study,
-        data=data,
-        code=code,
+        data=fingerprint(task),
+        identity=identity(task, tuned),
         deadline=None if budget is None else started + budget,
         processes=processes,
         costs=tuple(costs),
@@ -300,6 +298,11 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
         console.print(f"{name}: {spans(space)}")
     if done:
         console.print(f"{counted(done, 'run')} {'is' if done == 1 else 'are'} already in {plan.study}.")
+    if unfit := search.unfit():
+        console.print(
+            f"{plan.study} has runs of {'; '.join(unfit)}, but none that fits: the model, the data, the code of the "
+            "task or options differ."
+        )
     needed = search.needed(search.trials, search.seeds)
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")

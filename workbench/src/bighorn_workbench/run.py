@@ -19,7 +19,7 @@ from bighorn_workbench.errors import InputError
 from bighorn_workbench.history import History
 from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.ranks import ALONE, Ranks
-from bighorn_workbench.tasks import Task, defaults, epoch_seed
+from bighorn_workbench.tasks import Task, defaults, epoch_seed, seed_generators
 from bighorn_workbench.train_step import TrainStep
 from bighorn_workbench.values import read_options, scale_policy, warmup_steps
 
@@ -116,7 +116,6 @@ class Run:
     def fingerprint(self) -> str:
         """A text that identifies the training data."""
         state = generator_state(self.device)
-        seed_generators(0)  # the first batch may be augmented
         found = fingerprint(self.task, self.batch_size)
         restore_generators(state, self.device)
         return found
@@ -148,9 +147,10 @@ class Run:
         except FloatingPointError as error:
             self._read_losses()
             raise self._diverged(self.step, f"step {self.step + 1}: {error}") from error
-        except UserError:  # in the backward pass, after the loss was recorded
+        except UserError as error:  # in the backward pass, after the loss was recorded
             self._read_losses()
             history.truncate(self.step)
+            self._check_parameters(error)
             raise
         self.step += 1
         history.lr.append(lr)
@@ -181,6 +181,11 @@ class Run:
             self._history.loss.append(loss)
             for name, value in zip(self._train_step.batch_metrics, metrics, strict=True):
                 self._history.batch_metrics.setdefault(name, []).append(value)
+
+    def _check_parameters(self, error: UserError) -> None:
+        """Raise an error if parameters are not finite: then the run's, and not the user's code, is at fault."""
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
+            raise self._diverged(self.step, f"parameters were not finite after step {self.step}") from error
 
     def _diverged(self, steps: int, reason: str) -> DivergedError:
         """Return the error that ends the run, and truncate the history to the steps before."""
@@ -223,8 +228,12 @@ class Run:
         """Evaluate, without an effect on the random numbers of later steps: a DataLoader takes one for each pass."""
         state = generator_state(self.device)
         self.model.eval()
-        with self._train_step.autocast():
-            found = self.ranks.from_first(lambda: dict(task.evaluate(self.model, split)))
+        try:
+            with self._train_step.autocast():
+                found = self.ranks.from_first(lambda: dict(task.evaluate(self.model, split)))
+        except UserError as error:
+            self._check_parameters(error)
+            raise
         restore_generators(state, self.device)
         return found
 
@@ -311,13 +320,6 @@ class Batches:
     def _begin(self, epoch: int) -> Iterable[Any]:
         generator = torch.Generator().manual_seed(epoch_seed(self._seed, epoch))
         return self._task.batches("train", self._batch_size, generator)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed all generators that a training step may use: torch's, also on a GPU, Python's and NumPy's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one to be reproducible
 
 
 def generator_module(device: torch.device) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 import optuna
+from optuna.trial import TrialState
 
 from bighorn_workbench import storage
 from bighorn_workbench.builtin_tasks.trial import held_out
@@ -55,7 +56,7 @@ class Plan:
         target: The value of the metric to which steps are counted; None for none.
         study: The file or the server of the study.
         data: The digest of the training data.
-        code: The digest of the file of a user's task.
+        identity: The digest of the task's data, model and code.
         deadline: The time by which all runs are to end, so that no more tuning runs are added; None for no limit.
         processes: The runs at a time.
         costs: The cost of a run of each cell.
@@ -70,7 +71,7 @@ class Plan:
     target: float | None
     study: Place
     data: str
-    code: str = ""
+    identity: str = ""
     deadline: float | None = None
     processes: int = 1
     costs: tuple[Cost, ...] = ()
@@ -197,12 +198,21 @@ class Search:
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study, which differs if results would."""
-        config = {name: value for name, value in asdict(entry.base).items() if name not in ("data", "threads")}
+        config = {name: value for name, value in asdict(entry.base).items() if name not in ("task", "data", "threads")}
         about = json.dumps(
-            [config, entry.space, SCAN, self.plan.data, self.plan.code, *more], sort_keys=True, default=str
+            [config, entry.space, SCAN, self.plan.data, self.plan.identity, *more], sort_keys=True, default=str
         )
         digest = hashlib.sha256(about.encode()).hexdigest()[:8]
         return f"{entry.name}, batch {entry.base.batch_size}, {phase} [{digest}]"
+
+    def unfit(self) -> list[str]:
+        """Return the cells without runs for which the study has runs of another task, or with other options."""
+        storage, done = self.database.storage, (TrialState.COMPLETE,)
+        with self.database.asked(reads=True):
+            kept = [each for each in storage.get_all_studies() if storage.get_n_trials(each._study_id, done)]
+        found = {each.study_name.partition(", tuning")[0] for each in kept}
+        names = [queue.name.partition(", tuning")[0] for queue in self._tuning if not queue.kept]
+        return [name for name in names if name in found]
 
     def tuning(self, number: int) -> list[Trial]:
         """Return the finished tuning runs of a cell."""

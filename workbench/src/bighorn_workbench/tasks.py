@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
+import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
+from io import BytesIO
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -133,7 +138,7 @@ _CHECKS: dict[str, checks.Check] = {
     "epochs": partial(checks.number, above=True),
     "steps": checks.optional(_POSITIVE_COUNT),
     "samples": checks.optional(_POSITIVE_COUNT),
-    "target": checks.optional(checks.number),
+    "target": checks.optional(checks.finite),
     "one_thread": checks.flag,
     "pretrained": checks.flag,
 }
@@ -291,6 +296,32 @@ def digest(tensors: Iterable[Tensor]) -> str:
         found.update(str((tuple(tensor.shape), tensor.dtype)).encode())
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the digests of tensors, since torch's own form of them has addresses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (str, (digest([value]),)) if isinstance(value, Tensor) else NotImplemented
+
+
+def first_digest(task: Task, split: str, batch_size: int) -> str:
+    """Return a digest of the first batch of a split: of its tensors, or without any of all that it holds."""
+    seed_generators(0)  # it may be augmented
+    generator = torch.Generator().manual_seed(epoch_seed(0, 0))
+    batch, file = next(iter(task.batches(split, batch_size, generator)), ()), BytesIO()
+    if tensors := tensors_in(batch):
+        return digest(tensors)
+    with suppress(Exception):  # of objects that cannot be pickled
+        _Pickler(file).dump(batch)
+    return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed all generators that a training step may use: torch's, also on a GPU, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is the one to be reproducible
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

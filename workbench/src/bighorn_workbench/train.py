@@ -27,7 +27,7 @@ from bighorn_workbench.metrics import metric_text
 from bighorn_workbench.optimizers import state_bytes, without_compiler
 from bighorn_workbench.options import FILE, Command, command_line, config_options, given, words
 from bighorn_workbench.ranks import Interrupt, Ranks
-from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run, seed_generators
+from bighorn_workbench.run import MAX_UNREAD, DivergedError, Run
 from bighorn_workbench.tasks import Task, defaults
 
 Outputs = Mapping[str, Path | None]
@@ -132,7 +132,6 @@ def _set_up(ctx: click.Context, outputs: Outputs, resume: Path | None, ranks: Ra
     saved = None if resume is None else ranks.from_first(lambda: checkpoint.load(resume))
     config, parallel, task, tuned = ranks.together(lambda: _prepare(ctx, outputs, resume, saved, ranks))
     if ranks.size > 1:
-        seed_generators(0)
         ranks.check_same(
             options={**asdict(config), **asdict(parallel), "data": None, "threads": None},
             training_data=fingerprint(tuned, config.batch_size or 1),

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -214,7 +215,7 @@ def make(
     ``stepped`` is called after each step; ``evaluations`` is their number, if not the split's default.
     """
     planned = 1 if split == "validation" else EVALUATIONS
-    run = Run(config, task, evaluations=evaluations or planned, split=split)
+    run = Run(config, copy(task), evaluations=evaluations or planned, split=split)
     sign = 1 if defaults(task).higher_is_better else -1
     steps_to_target = None
     try:

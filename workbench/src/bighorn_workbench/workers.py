@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from bighorn_workbench.builtin_tasks import load
+from bighorn_workbench.builtin_tasks import fingerprint, load
 from bighorn_workbench.environment import cores
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.search import Plan, Search
@@ -80,4 +80,10 @@ def worker(plan: Plan, parent: int, number: int) -> None:
     base = plan.entries[0].base
     if (count := places(base.device)) > 1 and base.device != "cpu":
         torch.get_device_module(torch.device(base.device)).set_device(number % count)
-    Search(plan, load(base.task, base.data), leads=False).work(stepped)
+    task = load(base.task, base.data)
+    if fingerprint(task) != plan.data:
+        raise InputError(
+            f"--task {base.task} has other training data in each process, so that its runs cannot be compared. Seed "
+            "what draws them, as in random_state=0 of a split, or give --processes 1."
+        )
+    Search(plan, task, leads=False).work(stepped)

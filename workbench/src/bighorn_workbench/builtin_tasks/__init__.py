@@ -1,5 +1,7 @@
 """The tasks of ``--task``: those that are built in, and any object in a file or a module of the user."""
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,9 +15,9 @@ from bighorn_workbench.builtin_tasks.text import Text
 from bighorn_workbench.builtin_tasks.user import UserTask, imported, member, user_call
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.options import Name
-from bighorn_workbench.tasks import Task, digest, epoch_seed, tensors_in
+from bighorn_workbench.tasks import Classification, Task, defaults, digest, first_digest, seed_generators
 
-__all__ = ["TASKS", "TaskName", "fingerprint", "load", "model_of"]
+__all__ = ["TASKS", "TaskName", "fingerprint", "identity", "load", "model_of"]
 
 TASKS: Mapping[str, Callable[[str | None], Task]] = {"digits": Digits, "text": Text, "mnist": Mnist}
 """The built-in tasks, each made from ``--data``, or from None for its own data."""
@@ -48,6 +50,7 @@ def load(place: str, data: str | None = None) -> Task:
     Raises:
         InputError: There is no such task, or it lacks a member.
     """
+    seed_generators(0)  # data that are drawn from them are the same in every process
     made = _made(place, data)
     return made if place in TASKS else UserTask(made, place)
 
@@ -74,9 +77,36 @@ def model_of(place: str, data: str | None) -> nn.Module:
     return made
 
 
-def fingerprint(task: Task, batch_size: int) -> str:
-    """Return a text that identifies the training data: the task's fingerprint, or a digest of the first batch."""
+def fingerprint(task: Task, batch_size: int | None = None) -> str:
+    """Return a text that identifies the training data: the task's fingerprint, or a digest of the first batch.
+
+    Args:
+        task: The task.
+        batch_size: The size of the batch. Default: the task's
+    """
     if hasattr(task, "fingerprint"):
         return str(task.fingerprint())
-    generator = torch.Generator().manual_seed(epoch_seed(0, 0))
-    return digest(tensors_in(next(iter(task.batches("train", batch_size, generator)), ())))
+    return first_digest(task, "train", batch_size or defaults(task).batch_size)
+
+
+def identity(task: Task, tuned: Task) -> str:
+    """Return a digest of the data, the model and the code of a task, by which runs of another one are detected.
+
+    Args:
+        task: The task.
+        tuned: The task with validation data.
+    """
+    data = [*_digests(task, "train", "test"), *_digests(tuned, "validation")]
+    seed_generators(0)
+    model = task.model()
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    about = repr([data, shapes, repr(model), task.source() if isinstance(task, UserTask) else ""])
+    return hashlib.sha256(re.sub(" at 0x[0-9a-fA-F]+", "", about).encode()).hexdigest()  # without addresses
+
+
+def _digests(task: Task, *splits: str) -> list[str]:
+    """Return digests of all data in memory, or of the first batches of some splits."""
+    inner = task.inner if isinstance(task, UserTask) else task
+    if isinstance(inner, Classification):
+        return [digest(pair) for pair in inner.data.values()]
+    return [first_digest(task, split, defaults(task).batch_size) for split in splits]

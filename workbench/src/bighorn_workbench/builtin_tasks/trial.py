@@ -12,8 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 from bighorn_workbench.builtin_tasks.user import UserError, UserTask, shown, user_call
 from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.errors import InputError
-from bighorn_workbench.run import length, seed_generators
-from bighorn_workbench.tasks import Task, defaults, epoch_seed, tensors_in, to_device
+from bighorn_workbench.metrics import is_share
+from bighorn_workbench.run import length
+from bighorn_workbench.tasks import Task, defaults, epoch_seed, seed_generators, tensors_in, to_device
 
 PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""
@@ -38,6 +39,7 @@ def held_out(task: Task) -> Task:
     """Return the task on which options are chosen: it has the split "validation"."""
     if not hasattr(task, "held_out"):
         return task
+    seed_generators(0)  # a split that draws from them is the same in every process
     made: Task = task.held_out()
     return UserTask(made, f"{task.place}.held_out()") if isinstance(task, UserTask) else made
 
@@ -304,6 +306,11 @@ class Trial:
             raise InputError(
                 f"{self.place}: evaluate(model, {split!r}) gives {self.task.metric} = {value} before any step, which "
                 "decides nothing. Return a finite number."
+            )
+        if value > 1 and is_share(self.task.metric):
+            raise InputError(
+                f"{self.place}: evaluate(model, {split!r}) gives {self.task.metric} = {value:g}, but an accuracy is a "
+                "share from 0 to 1. Divide it by 100, or give the metric another name."
             )
 
 

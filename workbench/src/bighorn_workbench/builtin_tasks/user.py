@@ -1,15 +1,17 @@
 """Tasks and models out of a user's files: how they are imported, and how an error in them is reported."""
 
-import hashlib
 import importlib.util
 import inspect
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -148,6 +150,9 @@ class UserTask:
         task: An object with the members of :class:`bighorn_workbench.tasks.Task`.
         place: Its name in messages.
 
+    Attributes:
+        inner: The object.
+
     Raises:
         InputError: A member is missing.
     """
@@ -158,9 +163,9 @@ class UserTask:
         if not isinstance(member(what, task, "metric", None), str):
             missing.append('the attribute metric, such as metric = "accuracy"')
         if missing:
-            has = "the module" if isinstance(task, type(sys)) else type(task).__name__
+            has = "the module" if isinstance(task, ModuleType) else type(task).__name__
             raise InputError(f"--task {place}: {has} lacks {', '.join(missing)}. See bighorn_workbench.tasks.Task.")
-        self._task, self.place = task, place
+        self.inner, self.place = task, place
         try:
             self.description = str(defaults(self).description)
         except UserError:
@@ -176,16 +181,24 @@ class UserTask:
         text = (text or type(task).__name__).partition("\n")[0].rstrip(".")
         self.description = self.description or text
 
-    def code(self) -> str:
-        """Return a digest of the file that defines the task; "" if there is none, as in a notebook."""
-        try:
-            source = Path(inspect.getfile(type(self._task)))
-        except (OSError, TypeError):
-            return ""
-        return hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else ""
+    def __copy__(self) -> "UserTask":
+        """Copy the task for one run, so that its attributes have no effect on the next; a module is shared."""
+        inner = self.inner if isinstance(self.inner, ModuleType) else user_call(f"{self.place}: copy", copy, self.inner)
+        return UserTask(inner, self.place)
+
+    def source(self) -> list[str]:
+        """Return the text of the task's file, class and methods, as far as it can be read: a notebook has no file."""
+        file = self.place.rpartition(":")[0]
+        name = Path(file).stem if file.endswith(".py") else file or type(self.inner).__module__
+        module: Any = None if name == "__main__" else sys.modules.get(name)
+        methods, found = [getattr(self.inner, each, None) for each in (*METHODS, "held_out", "excluded")], []
+        for each in (module, type(self.inner), *methods):
+            with suppress(OSError, TypeError):
+                found.append(inspect.getsource(each))
+        return found
 
     def __getattr__(self, name: str) -> Any:
-        value = member(self.place, self._task, name)  # an optional attribute or method
+        value = member(self.place, self.inner, name)  # an optional attribute or method
         if value is NO_DEFAULT:
             raise AttributeError(name)
         return partial(self._call, name) if callable(value) else value
@@ -216,7 +229,7 @@ class UserTask:
             raise InputError(f"{asked} returned {shown(found)}, but every value must be one number.") from error
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return user_call(f"{self.place}: {name}", getattr(self._task, name), *arguments)
+        return user_call(f"{self.place}: {name}", getattr(self.inner, name), *arguments)
 
 
 def _state_of(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -32,6 +32,7 @@ def compare_report(
         values = [(cell.optimizer, cell.value) for cell in cells]
         by_batch, lines = partial(plots.dots, values, f"test {metric}", percent=is_share(metric)), "optimizer"
         panels = [(f"batch size {sizes[0]:,}", [(cell.optimizer, cell) for cell in cells])]
+    unit = "step" if cells[0].trials[0].config.epochs is None else "epoch"
     curves = [(title, [(name, *_by_epoch(cell)) for name, cell in members]) for title, members in panels]
     rates = [(title, [(name, *_pairs(cell.tuned)) for name, cell in members]) for title, members in panels]
     error = "test error" if is_share(metric) else metric
@@ -60,7 +61,7 @@ def compare_report(
         Section(
             "Convergence",
             f"The {error} during training, mean over the seeds.",
-            partial(plots.lines_in_panels, curves, "epoch", error, lines, metric),
+            partial(plots.lines_in_panels, curves, unit, error, lines, metric),
         ),
         Section(
             "Learning rates",

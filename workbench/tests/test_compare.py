@@ -35,6 +35,7 @@ from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.storage import Place
+from bighorn_workbench.tasks import Classification, defaults
 from bighorn_workbench.trials import Cell, Trial, best_of, configured, make, paired
 from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
 from bighorn_workbench.workers import fill, places
@@ -463,6 +464,65 @@ def test_runs_of_a_notebook_are_kept_too(
     assert len(ten_seconds) == 2
     monkeypatch.undo()
     assert (tmp_path / "bighorn-compare.study").exists()
+
+
+def test_a_notebook_is_told_what_the_command_is_told(
+    tmp_path: Path, ten_seconds: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = {"trials": 1, "seeds": 1, "epochs": 1}
+    for options, message in (
+        ({"data": "nowhere"}, "compare() takes no data"),
+        ({"processes": 7}, "compare() takes no processes"),
+        ({"device": "none"}, "--device none"),
+        ({"study": tmp_path}, "is a folder"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            notebook.compare(Digits(), ["lamb"], [256], **short, **options)  # type: ignore[arg-type]
+    assert not ten_seconds
+    torch.set_num_threads(2)
+    state = torch.get_rng_state()
+    found = notebook.compare(Digits(), ["lamb"], 256, **short)  # type: ignore[arg-type]
+    assert (found.cells[0].batch_size, torch.get_num_threads()) == (256, 2)
+    assert torch.equal(state, torch.get_rng_state())
+
+    def made(config: RunConfig, *_: object) -> Trial:
+        value = -math.inf if config.optimizer == "sgd" or config.seed == 2 else -1.0
+        return trial(config.lr or 0.0, config.seed, value)
+
+    monkeypatch.setattr(search, "make", made)
+    answers = notebook.compare(Digits(), ["lamb", "sgd"], [256], trials=1, seeds=2, epochs=1).answers
+    assert "Warning: 1 of 2 final runs of lamb at batch 256 diverged. They count as the worst value." in answers
+    assert any(line.startswith("sgd at batch 256: all 1 trial diverged") for line in answers), answers
+
+
+def test_runs_of_another_model_or_other_data_are_not_used_and_that_is_said(
+    invoke: Invoke, ten_seconds: list[RunConfig]
+) -> None:
+    inputs = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
+    targets = (inputs[:, 0] > 0).long()
+    train, test = (inputs[:320], targets[:320]), (inputs[320:], targets[320:])
+
+    def runs(**changes: Any) -> int:
+        ten_seconds.clear()
+        options: dict[str, Any] = {"train": train, "test": test, "model": lambda: nn.Linear(8, 2)} | changes
+        notebook.compare(Classification(**options), ["sgd"], [32], study="n.study", trials=1, seeds=1, epochs=1)
+        return len(ten_seconds)
+
+    assert (runs(), runs()) == (2, 0)
+    assert runs(model=lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 2))) == 2
+    assert runs(test=(test[0], 1 - test[1])) == 2
+    assert runs(train=(train[0], 1 - train[1])) == 2
+    words = ["compare", "--optimizers", "sgd", "--batch-sizes", 32, "--study", "n.study", "--processes", 1]
+    output = invoke(*words, "--trials", 1, "--seeds", 1).output
+    assert "n.study has runs of sgd, batch 32, but none that fits: the model" in output
+    assert "none that fits" not in invoke(*words, "--trials", 1, "--seeds", 1).output
+
+
+def test_a_target_may_be_negative() -> None:
+    assert (defaults(SimpleNamespace(target=-1.5)).target, CompareConfig(target=-1.5).target) == (-1.5, -1.5)
+    with pytest.raises(ValueError, match=r"it must be a finite number$"):
+        CompareConfig(target=math.inf)
 
 
 def test_batch_sizes_may_differ_between_optimizers() -> None:

@@ -41,8 +41,7 @@ class Task(Protocol):
       parameters of fewer than two dims have neither, such as biases and norms.
     * ``fingerprint()`` returns a text that differs for other training data; without it, the first batch is hashed.
 
-    Each run of ``bighorn compare`` and ``lr-find`` has a shallow copy of the task, so that attributes that the run sets
-    have no effect on the next one.
+    Each run of ``compare`` and ``lr-find`` has a shallow copy of the task.
 
     Example:
         >>> class Line:

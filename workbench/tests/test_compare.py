@@ -754,7 +754,7 @@ def test_seeds_that_agree_by_chance_show_no_difference() -> None:
     words = "At batch 64 sgd (89.4%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 0.6 +- 0.7"
     assert verdicts([one, other])[0].startswith(words)
     finer = dataclasses.replace(other, trials=(*other.trials[:2], trial(0.2, 2, other.trials[0].value + 1e-4)))
-    assert verdicts([one, finer])[0] == "At batch 64 sgd (89.4%) is behind lamb (90.0%) by 0.6 +- 0.014 points."
+    assert verdicts([one, finer])[0] == "At batch 64 sgd (89.4%) is behind lamb (90.0%) by 0.552 +- 0.014 points."
     clear = verdicts([cell("lamb", 64, 0.2, *[1.0] * 5), cell("sgd", 64, 0.2, *[0.1] * 5)])
     assert clear[0] == "At batch 64 sgd (10.0%) is behind lamb (100.0%) by 90.0 +- 0.0 points."
     far = [cell("lamb", 64, 0.2, 1e300, 2e300, 5.0), cell("sgd", 64, 0.2, 5.0, 5.0 + 1e-11, 6.0)]
@@ -769,13 +769,13 @@ def test_each_optimizer_is_compared_with_the_baseline_then_with_the_best() -> No
         "came": cell("came", 64, 0.2, 0.89, 0.91, 0.87),
     }
     assert verdicts(list(rows.values())) == [
-        "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.0 +- 0.036 points.",
+        "At batch 64 lamb (90.0%) is ahead of adamw (80.0%) by 10.000 +- 0.036 points.",
         "At batch 64 came (89.0%) is ahead of adamw (80.0%) by 9.0 +- 7.1 points.",
         "No clear winner at batch 64: lamb cannot be distinguished from came.",
         "+- are 95% intervals by Student's t, paired over 3 seeds, corrected for the number of comparisons.",
     ]
     of_lamb = verdicts(list(rows.values()), baseline="lamb")
-    assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.0 +- 0.036 points."
+    assert of_lamb[0] == "At batch 64 adamw (80.0%) is behind lamb (90.0%) by 10.000 +- 0.036 points."
     assert of_lamb[1].startswith(
         "At batch 64 came (89.0%) cannot be distinguished from lamb (90.0%) with 3 seeds: a difference of 1.0 +- 7.1"
     )

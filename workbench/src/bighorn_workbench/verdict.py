@@ -30,9 +30,6 @@ MORE_SEEDS = 10
 MOST_SEEDS = 20
 """A difference that needs more seeds than these is too small for advice on seeds."""
 
-LEAST_POINTS = 0.1
-"""Fewer points of an accuracy are written with two significant digits."""
-
 FEW_VALUES = 4
 """From fewer different values the step of a metric cannot be told."""
 
@@ -294,9 +291,9 @@ def _points(one: Cell, other: Cell) -> list[float]:
 
 def _amount(cell: Cell, *figures: float) -> str:
     """A difference of the metric, with its interval."""
-    share = is_share(cell.metric)
-    forms = [(".2g" if 0 < figure < LEAST_POINTS else ".1f") if share else ".3g" for figure in figures]
-    numbers = " +- ".join(map(format, figures, forms))
+    share, last = is_share(cell.metric), figures[-1]
+    places = 1 - math.floor(math.log10(last)) if 0 < last < 0.1 else 1  # of points: the interval has two digits
+    numbers = " +- ".join(format(figure, f".{places}f" if share else ".3g") for figure in figures)
     return f"{numbers} {'points' if share else f'of {cell.metric}'}"
 
 

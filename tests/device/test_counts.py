@@ -62,7 +62,7 @@ ROWS = {
     "lamb": Row(lamb(), 4, 38),
     "lamb-clip": Row(lamb(max_grad_norm=1.0), 4, 49),
     "lamb-skip": Row(lamb(skip_nonfinite=True), 4),
-    "lamb-hyperball": Row(lamb(hyperball=True, exclude_from_weight_decay=is_matrix), 8, 105),
+    "lamb-hyperball": Row(lamb(hyperball=True, exclude_from_weight_decay=is_matrix), 8, 103),
     "lamb-cautious": Row(lamb(cautious=True), 8),
     "lamb-amsgrad": Row(lamb(second_moment="amsgrad"), 4),
     "lamb-float64": Row(lamb(), 8, dtype=torch.float64),
@@ -79,7 +79,7 @@ ROWS = {
     "came-stochastic": Row(came(weight_rounding="stochastic"), 12, 236, dtype=LOW),
     "came-kahan": Row(came(weight_rounding="kahan"), 12, dtype=LOW),
     "came-master": Row(came(weight_rounding="master"), 12, dtype=LOW),
-    "lars": Row(lars(), 4, 32),
+    "lars": Row(lars(), 4, 30),
     "lars-clip": Row(lars(max_grad_norm=1.0), 4),
     "lars-int8": Row(lars(state_dtype="int8"), 12),
 }

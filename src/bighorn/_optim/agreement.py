@@ -67,10 +67,10 @@ def refuse_zeros(entries: list[Entry], why: str) -> None:
     }
     for ranks, members in by_ranks(present).items():
         ranks.all_reduce([(entry.ranks, nonzero[entry.label]) for entry in members])
-    for label, found in nonzero.items():
-        if not bool(found.all()):
-            slot = f"[{int(found.argmin())}]" if len(found) > 1 else ""
-            raise ValueError(f"{label}{slot} is zero, and {why}")
+    if present and not bool(torch.cat([found.to(entries[0].param.device) for found in nonzero.values()]).all()):
+        label, found = next((label, found) for label, found in nonzero.items() if not bool(found.all()))
+        slot = f"[{int(found.argmin())}]" if len(found) > 1 else ""
+        raise ValueError(f"{label}{slot} is zero, and {why}")
 
 
 class Presence:

@@ -12,12 +12,11 @@ TABLE_PER_ISA(LambLoops, lamb_blocks)
 
 /* Makes the same decision as trust_ratio() in reference/lamb.py, which is the specification. NaN passes through. */
 static double trust_ratio(const LambOptions *o, double weight_norm, double update_norm) { /* LAMB-q */
-    if (!o->adapt || weight_norm == 0 || update_norm == 0) return 1;
+    if (!o->adapt || weight_norm == 0 || update_norm < LEAST_NORM) return 1;
     double low = o->weight_norm_bounds[0], high = o->weight_norm_bounds[1];
     double phi = weight_norm < low ? low : weight_norm > high ? high : weight_norm;
-    const double ratio = phi / update_norm;
+    double ratio = phi / update_norm;
     low = o->trust_ratio_bounds[0], high = o->trust_ratio_bounds[1];
-    if (ratio > LARGEST_RATIO) return 1;
     return ratio < low ? low : ratio > high ? high : ratio;
 }
 
@@ -26,10 +25,9 @@ static double ball_step(double radius, double lr, LayerSums total, double *facto
     const double update_norm = sqrt(total.update), p = lr * radius / update_norm;
     const double square = total.weight - 2 * p * total.inner + p * p * total.update,
                  norm = sqrt(square < 0 ? 0 : square);
-    const double back = radius / norm, ratio = back * radius / update_norm; /* LAMB-ball */
-    if (total.update == 0 || norm == 0 || ratio > LARGEST_RATIO) return 0;  /* x stays */
-    *factor = back;
-    return ratio;
+    if (update_norm < LEAST_NORM || norm == 0) return 0; /* x stays */
+    *factor = radius / norm;                             /* LAMB-ball */
+    return *factor * radius / update_norm;
 }
 
 /* u = correction * m / (sqrt(v) + eps) carries both bias corrections: eps grows by sqrt(1 - beta2^t) instead of v

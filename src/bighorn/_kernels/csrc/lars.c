@@ -36,7 +36,7 @@ static double ratio(const LayerSlots *s, int64_t slot, void *locals, LayerSums t
     const double weight_norm = sqrt(total.weight), norm = sqrt(total.update);
     const double update_norm = o->denominator == DENOMINATOR_SUM ? norm + o->weight_decay * weight_norm : norm;
     double q = o->trust_coefficient * weight_norm / (update_norm + o->eps); /* LARS-q */
-    if (weight_norm == 0 || norm == 0 || q > LARGEST_RATIO) q = 1;
+    if (weight_norm == 0 || norm < LEAST_NORM) q = 1;
     if (o->trust_clip) q = q >= o->lr ? 1 : q / o->lr;
     if (!o->adapt) q = 1;
     const double after = o->lr_in_momentum ? 1 : o->lr;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn._kernels.arithmetic import LARGEST_RATIO, one_minus_powers
+from bighorn._kernels.arithmetic import LEAST_NORM, one_minus_powers
 from bighorn._kernels.bucket import Shard
 from bighorn._kernels.codec import Dither, dequantize, quantize
 from bighorn._kernels.options import Bounds, LambOptions
@@ -86,10 +86,9 @@ def trust_ratio(
     """
     phi = weight_norm if weight_norm_bounds is None else weight_norm.clamp(*weight_norm_bounds)
     q = phi / update_norm  # LAMB-q
-    one = (weight_norm == 0) | (q > LARGEST_RATIO)
     if trust_ratio_bounds is not None:
         q = q.clamp(*trust_ratio_bounds)
-    return q.masked_fill(one, 1.0)
+    return q.masked_fill((weight_norm == 0) | (update_norm < LEAST_NORM), 1.0)
 
 
 def ball_step(
@@ -117,10 +116,9 @@ def ball_step(
     p = lr * radius
     behind = p * (weight_norm - inner / update_norm)
     norm = torch.add((weight_norm - p).square(), behind, alpha=2).clamp(min=0).sqrt()
-    a = radius / norm
-    q = a * radius / update_norm
-    stays = (update_norm == 0) | (norm == 0) | (q > LARGEST_RATIO)
-    return a.masked_fill(stays, 1.0), q.masked_fill(stays, 0.0)
+    stays = (update_norm < LEAST_NORM) | (norm == 0)
+    a = (radius / norm).masked_fill(stays, 1.0)
+    return a, (a * radius / update_norm).masked_fill(stays, 0.0)
 
 
 def bias_corrections(t: Tensor, options: LambOptions) -> tuple[Tensor, Tensor, Tensor | float]:

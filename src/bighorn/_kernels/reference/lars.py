@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bighorn._kernels.arithmetic import LARGEST_RATIO
+from bighorn._kernels.arithmetic import LEAST_NORM
 from bighorn._kernels.bucket import Shard
 from bighorn._kernels.codec import Dither, dequantize, quantize
 from bighorn._kernels.options import LarsOptions
@@ -54,7 +54,7 @@ def trust_ratio(weight_sum: Tensor, norm_sum: Tensor, options: LarsOptions) -> t
     weight_norm, norm = root(weight_sum), root(norm_sum)
     update_norm = norm + o.weight_decay * weight_norm if o.denominator == "sum" else norm
     q = o.trust_coefficient * weight_norm / (update_norm + o.eps)  # LARS-q
-    q = q.masked_fill((weight_norm == 0) | (norm == 0) | (q > LARGEST_RATIO), 1.0)
+    q = q.masked_fill((weight_norm == 0) | (norm < LEAST_NORM), 1.0)
     if o.trust_clip:
         q = torch.where(q >= o.lr, torch.ones_like(q), q / o.lr)
     return weight_norm, update_norm, q if o.adapt else torch.ones_like(q)

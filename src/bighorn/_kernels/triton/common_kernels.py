@@ -18,7 +18,7 @@ TYPES: dict[torch.dtype, tl.dtype] = {
     torch.uint8: tl.uint8,
 }
 PAST_COUNTING = tl.constexpr(arithmetic.PAST_COUNTING)
-LARGEST_RATIO = tl.constexpr(arithmetic.LARGEST_RATIO)
+LEAST_NORM = tl.constexpr(arithmetic.LEAST_NORM)
 LANES = tl.constexpr(256)  # threads of a program; the size of a block is a multiple of it
 SUMS_AT_ONCE = tl.constexpr(2048)  # partial sums that a program adds up at a time: 128k rows have 501, one matrix 4
 

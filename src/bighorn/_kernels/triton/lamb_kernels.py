@@ -125,9 +125,9 @@ def ratio_of(weight_norm, update_norm, option_ptr, factor_ptr):
     """
     weight_low, weight_high = option_ptr + layout.option.WEIGHT_LOW, option_ptr + layout.option.WEIGHT_HIGH
     q = bounded(weight_norm, weight_low, weight_high) / update_norm  # LAMB-q
-    one = (weight_norm == 0) | (update_norm == 0) | (q > common.LARGEST_RATIO)
     q = bounded(q, option_ptr + layout.option.RATIO_LOW, option_ptr + layout.option.RATIO_HIGH)
-    q = tl.where(one | (tl.load(option_ptr + layout.option.ADAPTS) == 0), 1.0, q)
+    one = (weight_norm == 0) | (update_norm < common.LEAST_NORM) | (tl.load(option_ptr + layout.option.ADAPTS) == 0)
+    q = tl.where(one, 1.0, q)
     tl.store(factor_ptr + layout.STRIDE, tl.load(factor_ptr + layout.STRIDE) * q)
     return update_norm, q
 
@@ -142,11 +142,10 @@ def ball_step(weight_norm, update_norm, inner, slot_ptr, _option_ptr, factor_ptr
     radius, stride = radius.to(tl.float64), tl.load(factor_ptr + layout.STRIDE)
     square = weight_norm * weight_norm - 2 * stride * radius / update_norm * inner + stride * stride * radius * radius
     norm = tl.sqrt(tl.where(square < 0, 0.0, square))
-    back = radius / norm
-    q = back * radius / update_norm  # LAMB-ball
-    stays = (update_norm == 0) | (norm == 0) | (q > common.LARGEST_RATIO)
-    q = tl.where(stays, 0.0, q)
-    tl.store(factor_ptr + layout.BACK, tl.where(stays, 1.0, back))
+    stays = (update_norm < common.LEAST_NORM) | (norm == 0)
+    back = tl.where(stays, 1.0, radius / norm)
+    q = tl.where(stays, 0.0, back * radius / update_norm)  # LAMB-ball
+    tl.store(factor_ptr + layout.BACK, back)
     tl.store(factor_ptr + layout.STRIDE, stride * q)
     return update_norm, q
 

@@ -54,7 +54,7 @@ def ratio(weight_norm, norm, option_ptr, factor_ptr):
     update_norm = tl.where(tl.load(option_ptr + layout.option.NORM_DECAY) == decay, norm, norm + decay * weight_norm)
     share = tl.load(option_ptr + layout.option.TRUST_COEFFICIENT)
     q = share * weight_norm / (update_norm + tl.load(option_ptr + layout.option.EPS))
-    q = tl.where((weight_norm == 0) | (norm == 0) | (q > common.LARGEST_RATIO), 1.0, q)  # LARS-q
+    q = tl.where((weight_norm == 0) | (norm < common.LEAST_NORM), 1.0, q)  # LARS-q
     q = tl.where(tl.load(option_ptr + layout.option.CLIPS) != 0, tl.where(q >= lr, 1.0, q / lr), q)
     q = tl.where(tl.load(option_ptr + layout.option.ADAPTS) != 0, q, 1.0)
 

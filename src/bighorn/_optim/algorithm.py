@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, NamedTuple
 
 from torch import Tensor
@@ -48,10 +48,6 @@ class Variant(NamedTuple):
     """Whether one of them is kept in codes of 4 bits."""
     rounds: bool
     """Whether weights have 16 bits, on which alone `weight_rounding` acts."""
-
-
-VariantCheck = Callable[[Variant, str], None]
-"""A function of the variant of a parameter and its name; it raises a ValueError."""
 
 
 class ParamTraits(NamedTuple):
@@ -172,10 +168,10 @@ class Algorithm(ABC, Generic[Options]):
             **({} if variant.rounds else {"weight_rounding": "nearest"}),
         }
 
-    def variant_check(self, group: Group) -> VariantCheck | None:
-        """A check of the parameters of a group that is to be added, which needs to know their exclusions, or None."""
+    def limits_variants(self, group: Group) -> bool:
+        """Whether `kernel_options` refuses variants of a group that is to be added, by what exclusions leave them."""
         del group
-        return None
+        return False
 
     def traits_of(self, group: Group, param: Tensor) -> ParamTraits:
         """The traits of a parameter (as a real view)."""

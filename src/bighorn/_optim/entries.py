@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from bighorn import _kernels as kernels
+from bighorn._arguments import about
 from bighorn._distributed import sharding
 from bighorn._distributed.flat import FlatParams
 from bighorn._distributed.sharding import PLAIN
 from bighorn._kernels.rounding import LOW
 from bighorn._names import excludes
-from bighorn._optim.algorithm import Algorithm, Group, ParamTraits, Variant, VariantCheck
+from bighorn._optim.algorithm import Algorithm, Group, ParamTraits, Variant
 from bighorn._optim.entry import Entry
 from bighorn._optim.flat_tensors import fragments
 from bighorn._optim.param_groups import label_of
@@ -152,12 +153,7 @@ def _flat_entries(
 
 
 def check_entries(
-    group: Group,
-    index: int,
-    params: list[Tensor],
-    algorithm: Algorithm[Any],
-    settings: Settings,
-    check: VariantCheck | None,
+    group: Group, index: int, params: list[Tensor], algorithm: Algorithm[Any], settings: Settings
 ) -> None:
     """Raise if a parameter of a group that is to be added at this index cannot be stepped.
 
@@ -166,8 +162,7 @@ def check_entries(
     """
     for position, param in enumerate(params):
         entry = entry_of(param, group, (index, position), algorithm, settings)
-        if check is not None:
-            check(entry.variant, entry.label)
-        if settings.backend != "auto":
+        with about(entry.label):
             options = algorithm.kernel_options(group, entry.variant)
+        if settings.backend != "auto":
             kernels.pick(settings.backend, entry.local(), options, entry.slot_shard)

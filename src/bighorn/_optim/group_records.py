@@ -161,9 +161,8 @@ class GroupRecords:
         flat = flat_tensors.joining(layout, complete, tensors, index, self.algorithm)
         record = GroupRecord(complete, flat=flat, given=tensors)
         attach_schedules(complete, record.scheduled)
-        check = self.algorithm.variant_check(complete)
-        if settings.backend != "auto" or check is not None:
-            check_entries(complete, index, tensors, self.algorithm, settings, check)
+        if settings.backend != "auto" or self.algorithm.limits_variants(complete):
+            check_entries(complete, index, tensors, self.algorithm, settings)
         record.note_checked(self.algorithm)
         return record
 

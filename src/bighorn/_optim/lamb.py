@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ from bighorn._kernels.options import BiasCorrection, Bounds, DecayMode, LambOpti
 from bighorn._kernels.rounding import Rounding
 from bighorn._names import Exclusion, Names, listed
 from bighorn._optim import presets
-from bighorn._optim.algorithm import Group, Variant, VariantCheck
+from bighorn._optim.algorithm import Group, Variant
 from bighorn._optim.layerwise import LayerwiseAlgorithm
 from bighorn._optim.optimizer import KernelOptimizer
 from bighorn._optim.reports import Table
@@ -167,13 +166,9 @@ class LambAlgorithm(LayerwiseAlgorithm[LambOptions]):
             options = replace(options, weight_decay=options.weight_decay * share_of(options.lr, largest))
         return replace(options, hyperball=True) if hyperball else options
 
-    def variant_check(self, group: Group) -> VariantCheck | None:
+    def limits_variants(self, group: Group) -> bool:
         """Hyperball cannot decay a matrix."""
-        return partial(self._check_decay, group) if group["hyperball"] else None
-
-    def _check_decay(self, group: Group, variant: Variant, what: str) -> None:
-        with about(what):
-            self.kernel_options(group, variant)
+        return bool(group["hyperball"])
 
 
 class Lamb(KernelOptimizer):

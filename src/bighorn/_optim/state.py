@@ -44,6 +44,7 @@ MIN_ROW = 8
 """The fewest elements of a row of a tensor of several matrices: a scale takes the bytes of as many codes of 4 bits."""
 
 ZEROS = "zeros"
+"""What a state tensor starts as that can start at any step."""
 
 STEP_BYTES = 4
 """The bytes of a step count, a float32 as in torch. Above 2^24 it advances to the next float32 at each step."""
@@ -169,7 +170,7 @@ def moments_spec(
 def weight_spec(param: Tensor, weight_rounding: Rounding) -> StateSpec:
     """The specs of a parameter's aux state, with which storing the parameter loses nothing; none in 32 or 64 bits."""
     dims, aux = all_dims(param), rounding.AUX_STATE[weight_rounding if param.dtype in rounding.LOW else "nearest"]
-    return {name: StateTensorSpec(dtype, dims) for name, dtype in aux.items()}
+    return {name: StateTensorSpec(dtype, dims, starts_as=ZEROS) for name, dtype in aux.items()}
 
 
 def requantized(
@@ -207,7 +208,7 @@ def requantized(
 
 
 AUX_STATE_NAMES = tuple(name for mode in rounding.ROUNDING_MODES for name in rounding.AUX_STATE[mode])
-"""The names of the aux state of all rounding modes. Aux state can start as zeros at any step."""
+"""The names of the aux state of all rounding modes."""
 
 COMPENSATIONS = {rounding.AUX_STATE[mode]["compensation"] for mode in ("kahan", "kahan8")}
 """The dtypes of compensations, which are converted into each other."""
@@ -344,7 +345,7 @@ def init_or_validate_state(
     if fresh or "step" in out:
         out["step"] = _no_steps(dense) if fresh else _count(out["step"], dense, what)
     for name, like in likes.items():
-        if fresh or (name not in out and (name in AUX_STATE_NAMES or spec[name].starts_as == ZEROS)):
+        if fresh or (name not in out and spec[name].starts_as == ZEROS):
             out[name] = _zeros(spec[name], dense, what)
         elif name in out:
             out[name] = _placed(name, out[name], like, dense.device, what)

@@ -12,9 +12,6 @@ Writes results/flat-step.json.
 import argparse
 import json
 import math
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -127,14 +124,9 @@ def timed(shapes: Sequence[torch.Size], rounds: int) -> dict[str, Any]:
 
 
 def launch(count: int, shapes: str, rounds: int) -> Any:
-    """Run this file on some ranks, each with its share of the cores, and return the first one's result."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    variables = {"OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
-    with tempfile.TemporaryDirectory() as folder:
-        again = [sys.executable, __file__, "--shapes", shapes, "--rounds", str(rounds)]
-        again += ["--world", str(count), "--folder", folder, "--rank"]
-        ranks.run([[*again, str(rank)] for rank in range(count)], variables)
-        return json.loads(Path(folder, "found.json").read_text())
+    """Run this file on some ranks, and return the first one's result."""
+    arguments = ["--shapes", shapes, "--rounds", str(rounds)]
+    return ranks.found(__file__, count, arguments, {"DS_ACCELERATOR": "cpu"})
 
 
 def main() -> None:

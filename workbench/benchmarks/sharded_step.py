@@ -12,9 +12,6 @@ results/sharded-step.json. `python workbench/benchmarks/scale.py` makes results/
 import argparse
 import datetime
 import json
-import os
-import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -195,14 +192,8 @@ def timed(shapes: str, rounds: int) -> dict[str, Any]:
 
 
 def launch(count: int, task: str, shapes: str, rounds: int) -> Any:
-    """Run this file on some ranks, each with its share of the cores, and return the first one's result."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    variables = {"OMP_NUM_THREADS": threads, "BIGHORN_NUM_THREADS": threads}
-    with tempfile.TemporaryDirectory() as folder:
-        again = [sys.executable, __file__, "--shapes", shapes, "--rounds", str(rounds), "--task", task]
-        again += ["--world", str(count), "--folder", folder, "--rank"]
-        ranks.run([[*again, str(rank)] for rank in range(count)], variables)
-        return json.loads(Path(folder, "found.json").read_text())
+    """Run this file on some ranks, and return the first one's result."""
+    return ranks.found(__file__, count, ["--shapes", shapes, "--rounds", str(rounds), "--task", task])
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from torch.optim import AdamW, Optimizer
 import ranks
 from bighorn import Lamb, TailOverlap
 from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
 from bighorn_workbench.measure import spread
 from bighorn_workbench.ranks import end_process_group
 
@@ -249,8 +250,7 @@ def main() -> None:
         "link": {"kind": "veth between two network namespaces", "qdisc": "tbf", "burst": BURST, "latency": LATENCY},
         "links": links,
     }
-    arguments.json.parent.mkdir(exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_json(arguments.json, result)
     print(arguments.json)
 
 

@@ -8,7 +8,6 @@ Writes workbench/benchmarks/results/telemetry-cost.json.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 
 from bighorn import Came, Lamb, telemetry
 from bighorn_workbench.environment import provenance
+from bighorn_workbench.files import write_json
 from bighorn_workbench.shapes import SHAPES
 
 RESULT = Path(__file__).parent / "results" / "telemetry-cost.json"
@@ -94,8 +94,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "rows": rows,
     }
-    arguments.json.parent.mkdir(exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_json(arguments.json, result)
     print(arguments.json)
 
 

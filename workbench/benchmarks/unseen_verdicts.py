@@ -1,9 +1,9 @@
 """Whether verdicts of `bighorn compare` on tasks from published examples are right, beside an exhaustive grid of rates.
 
-    python workbench/benchmarks/unseen_verdicts.py GRID JSON [BUDGET]   # GRID of rate_grid.py; two minutes a task
+    python workbench/benchmarks/unseen_verdicts.py GRID JSON BUDGET...   # GRID of rate_grid.py
 
-Each task begins with an empty study. A verdict is right if it names the better optimizer and the best rate of the grid
-has the same sign, wrong if it has the other one.
+Each task begins with an empty study, for each budget. A verdict is right if it names the better optimizer and the best
+rate of the grid has the same sign, wrong if it has the other one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,8 @@ def asked(task: str, budget: str) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         content = json.loads(file.read_text())
     cells = {cell["name"]: {"lr": cell["config"]["lr"], "final": cell["final"]} for cell in content["cells"]}
-    return {"seconds": seconds, "trials": content["config"]["trials"], "words": content["words"], "cells": cells}
+    counts = {name: content["config"][name] for name in ("trials", "seeds")}
+    return {"seconds": seconds, **counts, "words": content["words"], "cells": cells}
 
 
 def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]:
@@ -71,23 +71,27 @@ def best_seeds(grid: dict[str, list[float | None]], metric: str) -> list[float]:
 
 def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
     """Return the page with the figures of the files."""
-    counts, minutes = found["counts"], [task["seconds"] / 60 for task in found["tasks"].values()]
-    lines = [
-        f"`--budget {found['budget']}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. Of {sum(counts.values())}"
-        f" comparisons {counts['right']} agreed with the grid, {counts['wrong']} disagreed, {counts[UNCLEAR]} had "
-        f"{UNCLEAR}, and {counts['not tuned']} were not tuned.",
-        "",
-        "| task | trials | lamb against adamw | by the grid | came against adamw | by the grid |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, task in found["tasks"].items():
-        cells = [
-            text
-            for other in OTHERS
-            for each in [task["verdicts"][other]]
-            for text in (each["verdict"], f"{each['grid_ahead']:+.2g} ± {each['grid_interval']:.2g}")
+    budgets, lines = found["budgets"], []
+    for budget, of in budgets.items():
+        counts, minutes = of["counts"], [task["seconds"] / 60 for task in of["tasks"].values()]
+        lines += [
+            f"`--budget {budget}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. Of {sum(counts.values())} "
+            f"comparisons {counts['right']} agreed with the grid, {counts['wrong']} disagreed, {counts[UNCLEAR]} had "
+            f"{UNCLEAR}, and {counts['not tuned']} were not tuned.",
+            "",
         ]
-        lines.append(f"| {name} | {task['trials']} | {' | '.join(cells)} |")
+    head = ["task", *(f"trials, seeds, {budget}" for budget in budgets)]
+    for other in OTHERS:
+        head += [*(f"{other}, {budget}" for budget in budgets), f"{other} by the grid"]
+    lines += [_row(head), "|---" * len(head) + "|"]
+    for name in next(iter(budgets.values()))["tasks"]:
+        asked_for = [of["tasks"][name] for of in budgets.values()]
+        cells = [name, *(f"{task['trials']}, {task['seeds']}" for task in asked_for)]
+        for other in OTHERS:
+            verdicts = [task["verdicts"][other] for task in asked_for]
+            by_grid = f"{verdicts[0]['grid_ahead']:+.2g} ± {verdicts[0]['grid_interval']:.2g}"
+            cells += [*(each["verdict"] for each in verdicts), by_grid]
+        lines.append(_row(cells))
     lines += [
         "",
         f"On the same tasks, with three optimizers and five seeds, {rates['suggestions good']:.0%} of the rates that "
@@ -97,28 +101,29 @@ def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
     return VERDICTS.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
 
 
-def main(grid_file: Path, file: Path, budget: str) -> None:
-    """Ask about each task that the file does not have, and write what came of it."""
-    tasks = json.loads(grid_file.read_text())["tasks"]
-    kept = json.loads(file.read_text()) if file.exists() else {"tasks": {}}
-    about = provenance(f"python {' '.join(sys.argv)}")
-    found: dict[str, Any] = {**about, "budget": budget, "tasks": kept["tasks"]}
-    for task, saved in tasks.items():
-        if task in kept["tasks"]:
-            kept["tasks"][task].setdefault("commit", kept["commit"])
-            continue
-        answer = asked(task, budget)
-        verdicts = judged(saved, answer["words"])
-        found["tasks"][task] = {**answer, "commit": about["commit"], "verdicts": verdicts}
-        print(f"{task}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {verdicts}", flush=True)
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main(grid_file: Path, file: Path, budgets: list[str]) -> None:
+    """Ask about each task that the file does not have for a budget, and write what came of it."""
+    grids = json.loads(grid_file.read_text())["tasks"]
+    kept = json.loads(file.read_text())["budgets"] if file.exists() else {}
+    found: dict[str, Any] = {**provenance(f"python {' '.join(sys.argv)}"), "budgets": kept}
+    for budget in budgets:
+        tasks = kept.setdefault(budget, {"tasks": {}})["tasks"]
+        for name in [each for each in grids if each not in tasks]:
+            answer = asked(name, budget)
+            tasks[name] = {**answer, "commit": found["commit"], "verdicts": judged(grids[name], answer["words"])}
+            said = {other: each["verdict"] for other, each in tasks[name]["verdicts"].items()}
+            print(f"{budget}, {name}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {said}", flush=True)
+            write_json(file, found)
+        verdicts = [each["verdict"] for task in tasks.values() for each in task["verdicts"].values()]
+        kept[budget]["counts"] = {kind: verdicts.count(kind) for kind in ("right", "wrong", UNCLEAR, "not tuned")}
         write_json(file, found)
-    counts = [each["verdict"] for task in found["tasks"].values() for each in task["verdicts"].values()]
-    found["counts"] = {kind: counts.count(kind) for kind in ("right", "wrong", UNCLEAR, "not tuned")}
-    found["seconds"] = statistics.fmean(task["seconds"] for task in found["tasks"].values())
-    write_json(file, found)
-    print(found["counts"])
+        print(budget, kept[budget]["counts"], flush=True)
     PAGE.write_text(written(PAGE.read_text(), found, load("rate-search")))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *(sys.argv[3:] or ["2min"]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -187,7 +187,8 @@ def test_the_verdicts_on_unseen_tasks_are_those_of_the_files() -> None:
     """To measure again and update the page, run `rate_grid.py`, `rate_search.py` and `unseen_verdicts.py`."""
     found, rates, grid = load("unseen-verdicts"), load("rate-search"), load("rate-grid")
     assert all(saved["clean"] for saved in (found, rates, grid))
-    assert list(found["tasks"]) == list(grid["tasks"]) == [each.__name__ for each in UNSEEN]
-    for name, task in found["tasks"].items():
-        assert unseen_verdicts.judged(grid["tasks"][name], task["words"]) == task["verdicts"]
+    for of in found["budgets"].values():
+        assert list(of["tasks"]) == list(grid["tasks"]) == [each.__name__ for each in UNSEEN]
+        for name, task in of["tasks"].items():
+            assert unseen_verdicts.judged(grid["tasks"][name], task["words"]) == task["verdicts"]
     assert unseen_verdicts.written(unseen_verdicts.PAGE.read_text(), found, rates) == unseen_verdicts.PAGE.read_text()

@@ -81,6 +81,15 @@ def test_bounds() -> None:
     assert scales_of(LossScaler(FixedScale(8.0), min_scale=8.0, max_scale=8.0), [B, G]) == [8, 8]
 
 
+@pytest.mark.parametrize("never", [2**31, 2**32 + 2, 2**63])
+def test_intervals_that_never_end_keep_the_scale(never: int) -> None:
+    """torch compares an int32 counter with these numbers modulo 2^32."""
+    policies = WindowScale(8.0, growth_interval=never), ExponentialScale(8.0, 2.0, 0.5, never, never)
+    for policy in policies:
+        assert scales_of(LossScaler(policy), [G] * 4) == [8] * 4
+    assert scales_of(LossScaler(policies[1]), [B] * 4) == [8] * 4
+
+
 def test_a_new_scale_by_hand() -> None:
     param = Parameter(torch.ones(3))
     scaler = LossScaler(WindowScale(8.0), max_scale=64.0)

@@ -61,6 +61,7 @@ BAD_STATES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad-number": ({"growth_factor": 0.5}, ValueError, "growth_factor=0.5"),
     "negative-count": ({"bad_steps": -1}, ValueError, "bad_steps=-1"),
     "fraction": ({"_growth_tracker": 1.5}, TypeError, "_growth_tracker"),
+    "beyond int32": ({"_growth_tracker": 2**31 - 1}, ValueError, "_growth_tracker"),
 }
 
 

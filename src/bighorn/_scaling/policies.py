@@ -30,6 +30,9 @@ class ScaleState(NamedTuple):
 
 FLOAT32 = torch.finfo(torch.float32)
 
+MOST_STEPS = 2**31 - 1
+"""The most steps that int32 counts. torch would wrap a longer interval, which users give to keep the scale."""
+
 
 def check_scale(name: str, value: object) -> float:
     """Return a number above 0 that float32 can hold."""
@@ -170,7 +173,7 @@ def _adapted(
     zero = torch.zeros_like(state.good_steps)
     good = torch.where(overflow, zero, state.good_steps + 1)
     bad = torch.where(overflow, state.bad_steps + 1, state.bad_steps)
-    grows, shrinks = good >= policy.growth_interval, bad >= backoff_interval
+    grows, shrinks = good >= min(policy.growth_interval, MOST_STEPS), bad >= min(backoff_interval, MOST_STEPS)
     grown = state.scale * policy.growth_factor
     scale = torch.where(grows & grown.isfinite(), grown, state.scale)
     scale = torch.where(shrinks, state.scale * policy.backoff_factor, scale)

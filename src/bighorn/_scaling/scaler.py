@@ -17,7 +17,15 @@ from bighorn._arguments import flag, integer, unknown_name
 from bighorn._capabilities import wide
 from bighorn._deferred import DeferredScalar
 from bighorn._scaling.overflow import OverflowReport, batches, group_of, local_grads, names_of, unscale
-from bighorn._scaling.policies import CHECKS, FLOAT32, ScalePolicy, ScaleState, WindowScale, check_scale
+from bighorn._scaling.policies import (
+    CHECKS,
+    FLOAT32,
+    MOST_STEPS,
+    ScalePolicy,
+    ScaleState,
+    WindowScale,
+    check_scale,
+)
 
 
 class LossScaler(GradScaler):
@@ -328,7 +336,7 @@ class LossScaler(GradScaler):
             raise ValueError(f"the state dict {' and '.join(wrong)}: it is not from a LossScaler or GradScaler")
         policy = replace(self.policy, **{name: state_dict[name] for name in numbers & state_dict.keys()})
         scale = self._check_bounds("scale", state_dict["scale"])
-        counts = {name: integer(name, state_dict.get(name, 0)) for name in counters}
+        counts = {name: integer(name, state_dict.get(name, 0), most=MOST_STEPS - 1) for name in counters}
         self.policy = policy
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": counts["_growth_tracker"]})
         self._bad_steps, self._overflows = counts["bad_steps"], counts["overflows"]

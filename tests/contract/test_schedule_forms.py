@@ -98,19 +98,52 @@ def test_a_schedule_can_be_written_into_a_group() -> None:
         assert optimizer.param_groups[0]["lr"] == 0.1 / (seed + 1)
 
 
-def test_a_value_written_by_hand_holds_for_one_step_that_does_not_count() -> None:
-    """The group's count is then below its parameters' count, also in a checkpoint."""
+def test_a_step_at_a_rate_of_0_by_hand_does_not_count() -> None:
+    """torch.distributed.checkpoint makes it. The group's count is then below its parameters' one, also when saved."""
     params = weights()
     optimizer, other = (Lamb(each, lr=falling, weight_decay=[0.3, 0.2, 0.1]) for each in (params, weights()))
     step(params, optimizer, 0)
-    optimizer.param_groups[0]["lr"] = 0.7
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 0.0
     step(params, optimizer, 1)
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.7, 0.3)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (0.0, 0.3)
+    optimizer.param_groups[0]["lr"] = rate
     other.load_state_dict(optimizer.state_dict())
     for each in (optimizer, other):
         step(each.param_groups[0]["params"], each, 2)
         assert (each.param_groups[0]["lr"], each.param_groups[0]["weight_decay"]) == (0.1 / 2, 0.2)
         assert {float(state["step"]) for state in each.state.values()} == {3}
+
+
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_a_value_written_by_hand_beside_a_schedule_is_refused(option: str, kind: Kind) -> None:
+    """A value used to hold for every second step at most, and stopped the other option's schedule."""
+    params = weights()
+    optimizer = kind(params, lr=falling, weight_decay=falling)
+    step(params, optimizer, 0)
+    before, group = [param.detach().clone() for param in params], optimizer.param_groups[0]
+    scheduled, group[option] = group[option], 0.05
+    with pytest.raises(RuntimeError, match=rf"param_groups\[0\] has a schedule for {option}.*0\.05"):
+        step(params, optimizer, 1)
+    assert all(map(torch.equal, params, before))
+    group[option] = scheduled
+    step(params, optimizer, 1)
+    assert group["lr"] == group["weight_decay"] == falling(1)
+    group[option] = lambda _: 0.05
+    step(params, optimizer, 2)
+    assert group[option] == 0.05
+
+
+def test_torchs_plateau_scheduler_beside_a_schedule_is_refused() -> None:
+    """Unlike torch's other schedulers, it leaves no `initial_lr` in the groups."""
+    params = weights()
+    optimizer = Lamb(params, lr=falling)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    step(params, optimizer, 0)
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\] has a schedule for lr"):
+        step(params, optimizer, 1)
 
 
 def test_calls_without_gradients_or_that_a_scaler_skips_count() -> None:

@@ -52,7 +52,7 @@ class GroupRecord:
         """Take a group of a checkpoint, which has been checked, in place of the present one."""
         self.group, self.given = group, self.given or [*group["params"]]
         for name, option in self.scheduled.items():
-            option.written = option.left = group[name]
+            option.written = group[name]
         self.note_checked(algorithm)
 
     def adopt(self, index: int, algorithm: Algorithm[Any]) -> GroupRecord:

@@ -27,12 +27,10 @@ class ScheduledOption:
     schedule: StepFunction
     written: float
     """The last value of the schedule."""
-    left: float
-    """The value in the group when the last step ended."""
 
     def overwritten(self, value: Any) -> bool:
-        """Whether a program has written `value` since then; such a value holds for one step."""
-        return bool(value not in (self.written, self.left))
+        """Whether a program has written `value` into the group since then."""
+        return bool(value != self.written)
 
 
 ScheduledOptions = dict[str, ScheduledOption]
@@ -66,6 +64,5 @@ def attach_schedules(group: Group, scheduled: ScheduledOptions) -> None:
             continue
         schedule = group[name]
         if name not in scheduled or scheduled[name].schedule is not schedule:
-            value = value_in(group, name, schedule)
-            scheduled[name] = ScheduledOption(schedule, value, value)
-        group[name] = scheduled[name].left
+            scheduled[name] = ScheduledOption(schedule, value_in(group, name, schedule))
+        group[name] = scheduled[name].written

@@ -30,7 +30,7 @@ class StepOptions:
         settings: The options of the whole optimizer.
 
     Raises:
-        RuntimeError: A torch LRScheduler and a schedule both drive a group's lr.
+        RuntimeError: A schedule and a program, such as a torch LRScheduler, both write an option of a group.
         TypeError: A value of a wrong type, or a misspelt key.
         ValueError: A value out of range, an option of the whole optimizer, or a schedule has ended. No group has
             changed.
@@ -62,8 +62,14 @@ class StepOptions:
                     f"param_groups[{index}] has a schedule for lr, and a torch LRScheduler, which left 'initial_lr' "
                     "there, writes lr too: give lr as a number, or leave the LRScheduler out and remove 'initial_lr'"
                 )
-            if any(driven.overwritten(group[name]) for name, driven in scheduled.items()):
-                continue
+            overwritten = [name for name, driven in scheduled.items() if driven.overwritten(group[name])]
+            if "lr" in overwritten and group["lr"] == 0:
+                continue  # torch.distributed.checkpoint makes such a step to have state, and then restores lr
+            for name in overwritten:
+                raise RuntimeError(
+                    f"param_groups[{index}] has a schedule for {name}, and a program has written {group[name]!r} "
+                    f"there: give {name} as a number, or write another schedule into the group"
+                )
             self._counting.append(group)
             with about(f"param_groups[{index}]"):
                 for name, each in scheduled.items():
@@ -88,8 +94,6 @@ class StepOptions:
         """Count the step."""
         for group in self._counting:
             group[COUNT] += 1
-        for group, name, driven in self._driven:
-            driven.left = group[name]
 
 
 def attach_all(records: Sequence[GroupRecord], defaults: Mapping[str, Any], algorithm: Algorithm[Any]) -> None:

@@ -90,7 +90,6 @@ def rounding_watched() -> Iterator[Bounds]:
         forms: codec.Forms, name: str, values: Tensor, like: State, dither: Dither = codec.NEAREST
     ) -> dict[str, Tensor]:
         new, form = codec.quantize(forms, name, values, like, dither), codec.form_of(forms, name, like)
-        dither = dither if form is not None and form.dtype == torch.uint8 else codec.NEAREST
         if form is not None and form.dtype not in LOW:
             largest = torch.full_like(new[name], 0x77 if form.int4 else torch.iinfo(form.dtype).max)
             top = codec.decode(largest, new[f"{name}_scale"], form).view(values.shape)

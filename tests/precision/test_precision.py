@@ -331,3 +331,35 @@ def test_weights_of_32_bits_are_left_as_they_are(way: Rounding, casts_later: boo
     again = kind([("full", full), ("half", half)], lr=1e-3, backend=backend, weight_rounding=way)
     again.load_state_dict(optimizer.state_dict())
     assert again.state[full].keys() == optimizer.state[full].keys()
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "int4"])
+def test_elements_whose_gradients_stop_come_to_rest(state_dtype: Any, kind: Kind, backend: str) -> None:
+    """To the nearest code their first moment stayed, their second one faded, and LAMB's weights exploded."""
+    if backend == "cpu" and kind is Lars:
+        pytest.skip("the backend has no LARS with moments in blocks")
+    param = Parameter(torch.linspace(-1, 1, 2048).view(8, 256))
+    optimizer = kind([param], lr=1e-3, weight_decay=0.0, state_dtype=state_dtype, min_8bit_size=1, backend=backend)
+    for step in range(250):
+        param.grad = torch.cos(torch.arange(2048.0) * (step + 1)).view(8, 256)
+        if step >= 5:
+            param.grad[:, 128:] = 0
+        if step == 225:
+            before = param.detach().clone()
+        optimizer.step()
+    moved = (param != before).float().mean(dim=0)
+    assert bool((moved[:128] > 0).all())
+    assert not bool(moved[128:].any())
+
+
+def test_a_layer_whose_gradients_stop_comes_to_rest_in_bfloat16(backend: str) -> None:
+    """To the nearest bfloat16, 0.9 times the least numbers are these numbers, and the trust ratio made full steps."""
+    param = Parameter(torch.linspace(-1, 1, 4096).view(16, 256))
+    optimizer = Lamb([param], lr=1e-3, weight_decay=0.0, state_dtype=torch.bfloat16, backend=backend)
+    for step in range(800):
+        param.grad = torch.full_like(param, 1e-5) if step < 5 else torch.zeros_like(param)
+        if step == 790:
+            before = param.detach().clone()
+        optimizer.step()
+    assert torch.equal(param, before)
+    assert bool(optimizer.state[param]["exp_avg"].any())

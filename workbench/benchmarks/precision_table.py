@@ -86,7 +86,7 @@ ROWS = [
     ),
     Row(
         Came, FLOAT32, "nearest", "int8", "came-published-int8-text.json/came-published-int8",
-        "the momentum is off by at most 0.4% of its block's largest", "an eighth of AdamW's state is enough",
+        "the momentum is off by at most 0.8% of its block's largest", "an eighth of AdamW's state is enough",
     ),
 ]  # fmt: skip
 

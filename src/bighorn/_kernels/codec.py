@@ -8,6 +8,10 @@ the rows of the matrices that it factors. Tensors of short rows need a scale per
 The code of a value represents its share of the scale, by one of the forms below (measurements:
 workbench/benchmarks/results/precision.md). Arithmetic is in float32.
 
+In a step codes are dithered. A step changes a moment by less than the distance of two codes, so that rounding to the
+nearest one would never change it: where the gradients of some elements of a block stop, their first moment would stay
+while their second one fades, and their updates would grow without bound.
+
 Codes of 4 bits are packed: a byte has two neighbours of a row, the first one in its lower bits, each as its two's
 complement. Such a row has an even number of elements, and codes are contiguous.
 """
@@ -80,28 +84,27 @@ def _root(dtype: torch.dtype, end: int, halvings: int) -> Form:
     return Form(dtype, to_code, to_share, least=0 if dtype.is_signed else 1)
 
 
-LINEAR = Form(torch.int8, lambda share, _: share.mul_(TOP).round_(), lambda code: code.div_(TOP))
+def _linear(dtype: torch.dtype, top: int, int4: bool = False) -> Form:
+    """Return a form with codes from -`top` to `top` at equal distances."""
+
+    def to_code(share: Tensor, dither: Dither) -> Tensor:
+        return share.mul_(top << 16).round_().add_(dither).div_(2**16).floor_()
+
+    return Form(dtype, to_code, lambda code: code.div_(top), int4)
+
+
+LINEAR = _linear(torch.int8, TOP)
 """The form of CAME's momentum, whose values have similar magnitudes, since the updates that it averages do."""
 
-INT4 = Form(
-    torch.uint8,
-    lambda share, dither: share.mul_(7 << 16).round_().add_(dither).div_(2**16).floor_(),
-    lambda code: code.div_(7),
-    int4=True,
-)
-"""The form of CAME's and LARS's momentum in 4 bits: codes -7 to 7, linear. It is dithered: a step moves the moment by
-less than the distance of two codes, and to the nearest one CAME lost 0.2% to 0.4% of its loss
+INT4 = _linear(torch.uint8, 7, int4=True)
+"""The form of CAME's and LARS's momentum in 4 bits. To the nearest code CAME lost 0.2% to 0.4% of its loss
 (workbench/benchmarks/results/four-bits.json)."""
 
 SIGNED = _root(torch.int8, 128, 1)
 """The form of LAMB's first moment and LARS's momentum, by its square root: codes are closer for smaller values."""
 
 UNSIGNED = _root(torch.uint8, 256, 2)
-"""The form of LAMB's second moment, by its fourth root.
-
-A step changes the moment by less than the distance of two codes, so that rounding to the nearest code would never
-change it. It is therefore dithered.
-"""
+"""The form of LAMB's second moment, by its fourth root."""
 
 Forms = Mapping[str, Mapping[torch.dtype, Form]]
 """The forms of an algorithm's moments, by name and by the dtype of codes; a relative one follows its moment, and
@@ -118,8 +121,7 @@ def quantize(
 ) -> dict[str, Tensor]:
     """Return the stored form of a moment, by state name: rounded to its dtype, or as codes and scales.
 
-    Only forms of uint8 use `dither`; others round to nearest. `like` has the state's dtypes and dims, and for a form
-    that is relative the other moment as it is stored.
+    `like` has the state's dtypes and dims, and for a form that is relative the other moment as it is stored.
     """
     form = form_of(forms, name, like)
     if form is None:
@@ -127,7 +129,6 @@ def quantize(
     if form.relative:
         root = _stored_root(forms, form, like, values)
         values = (values / root).masked_fill_(root == 0, 0.0)
-    dither = dither if form.dtype == torch.uint8 else NEAREST
     codes, scales = encode(values, form, dither, like[f"{name}_scale"].dim() - 1)
     return {name: codes, f"{name}_scale": scales}
 
@@ -246,8 +247,8 @@ CODES_AT_ONCE = 1 << 20
 def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """Return the norm of the error of rounding a moment to codes, relative to the moment's norm: 0-dim float64.
 
-    It is the expectation for values that are evenly spread between codes: a sixth of the squared distance of two codes
-    if they are dithered, a twelfth if they are the nearest ones. A moment of zeros loses 0, one that is not finite NaN.
+    It is the expectation for values that are evenly spread between codes and dithered: a sixth of the squared distance
+    of two codes. A moment of zeros loses 0, one that is not finite NaN.
 
     Example:
         >>> codes, scales = encode(torch.tensor([[1.0, -0.5, 0.0, 0.25]]), INT4)
@@ -257,7 +258,7 @@ def expected_error(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     codes, scales = _in_rows(codes, scales.dim() - 1), scales.flatten(0, -2)
     low, high = (-7, 7) if form.int4 else (-TOP, TOP) if form.dtype.is_signed else (0, 255)
     shares = form.to_share(torch.arange(low, high + 1, dtype=torch.float32, device=codes.device))
-    squares = torch.gradient(shares)[0].square() / (12 if form.dtype.is_signed else 6)
+    squares = torch.gradient(shares)[0].square() / 6
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     rows = max(1, CODES_AT_ONCE * len(scales) // max(codes.numel(), 1))
     for part, scale in zip(torch.split(codes, rows), torch.split(scales, rows), strict=True):

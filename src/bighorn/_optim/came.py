@@ -170,8 +170,8 @@ class Came(KernelOptimizer):
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest" loses small steps; "stochastic" is
             unbiased; "kahan" and "kahan8" keep 16 and 8 more bits in the state; "master" keeps a float32 copy in the
             state. It has no effect on parameters of 32 and 64 bits. Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic" and "int4". The bits also depend on the step, the
-            parameter's name (or its indices in `param_groups`) and the element, and on nothing else. Default: 0.
+        rounding_seed: The seed of the random bits of "stochastic", "int8" and "int4". The bits also depend on the step,
+            the parameter's name (or its indices in `param_groups`) and the element, and on nothing else. Default: 0.
         grad_norm_group: The process group for the norm of max_grad_norm and skip_nonfinite, if each rank has only a
             part of the model's parameters. This is so for pipeline stages, for experts on their own meshes, and for
             ZeroRedundancyOptimizer, where `bighorn.shard_update` sets it. A distributed parameter counts once, on the

@@ -80,7 +80,7 @@ class Lars(KernelOptimizer):
             of less than 2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters, as for `bighorn.Lamb`: "nearest",
             "stochastic", "kahan", "kahan8" or "master". Default: "nearest".
-        rounding_seed: The seed of the random bits of "stochastic" and "int4". Default: 0.
+        rounding_seed: The seed of the random bits of "stochastic", "int8" and "int4". Default: 0.
         grad_norm_group: As for `bighorn.Lamb`. *Whole optimizer.* Default: None.
         names: A module or a mapping of names to parameters, for exclusions if `params` have no names.
             *Whole optimizer.* Default: None.

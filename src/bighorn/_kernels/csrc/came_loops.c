@@ -22,7 +22,7 @@ static float *read_m(const FactoredSlot *slot, int64_t start, int n, float *buff
 /* Stores m, and replaces the buffer by the values as they are stored, rounded. */
 static void write_m(const FactoredSlot *slot, const CameFactors *f, int64_t start, int n, float *buffer) {
     const CodecData data = codes_of(slot);
-    if (slot->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, 0);
+    if (slot->state_type == INT8) encode(CODEC_LINEAR, &data, start, n, buffer, f->dither);
     else if (slot->state_type == INT4) encode(CODEC_INT4, &data, start, n, buffer, f->dither);
     else {
         narrow(buffer, n, slot->exp_avg, slot->state_type, start);

@@ -70,9 +70,8 @@ FORCE_INLINE_TEMPLATE CodecScale new_scale(const enum CodecForm form, uint32_t m
     const float largest = from_bits(magnitude < 0x7f800000u ? magnitude : 0x7fc00000u);
     CodecScale s = scale_of(form, largest);
     s.lift = largest < 0x1p-64f ? 0x1p96f : 1;
-    /* Rounded up: of CODEC_LINEAR's ties between two codes only 63.5 occurs, whose upper code is even. The increase is
-     * so small that the largest magnitude has the largest code, also with dither, since a quarter of the increase is
-     * below a float's last bit. */
+    /* Rounded up, so that the largest magnitude has the largest code. Of the root forms and of CODEC_INT4 the increase
+     * is less than half of a 2^-16th of a code; CODEC_LINEAR's largest code is cut to 127. */
     s.factor = largest > 0 ? top_of(form) / (largest * s.lift) * (1 + 0x1p-23f) : 0;
     return s;
 }
@@ -86,9 +85,6 @@ static inline void make_ready(float *values, int n, const CodecScale *s) {
 }
 
 FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fffffffu; }
-
-/* A sum with this number is rounded to an integer, ties to even; the integer is in the low bits of the sum. */
-#define ROUND_TO_INTEGER 0x1.8p23f
 
 /* ---- pieces of a tensor ---------------------------------------------------------------------------------- */
 
@@ -138,30 +134,23 @@ FORCE_INLINE_TEMPLATE void decode(const enum CodecForm form, const CodecData *da
 }
 
 /* Encodes the values of a whole block, the largest of whose magnitudes has these bits, and replaces them by the numbers
- * that the codes stand for. `phase` is the dither phase of the tensor's first element; CODEC_INT4 uses it. */
+ * that the codes stand for. `phase` is the dither phase of the tensor's first element. */
 FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecData *data, CodecPart part,
                                         uint32_t largest, uint32_t phase, float *restrict values) {
     const CodecScale scale = new_scale(form, largest);
-    const float factor = scale.factor, factor_2_16 = factor * 0x1p16f, unit = scale.unit;
+    const float in_2_16ths = scale.factor * 0x1p16f, unit = scale.unit;
+    const int top = (int)top_of(form);
     int8_t unpacked[CODEC_BLOCK_ELEMS];
     int8_t *restrict codes = form == CODEC_INT4 ? unpacked : data->codes + part.start;
     uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
     data->scales[part.scale] = scale.scale;
     make_ready(values, part.size, &scale);
-    if (form == CODEC_INT4) {
-        for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
-            const float value = (float)values[i];
-            const int size = ((int)(fabsf(value) * factor_2_16 + 0.5f) + (int)(dither >> 16)) >> 16;
-            const int code = value < 0 ? -size : size;
-            codes[i] = (int8_t)code;
-            values[i] = code * unit;
-        }
-    } else {
-        for (int i = 0; i < part.size; i++) {
-            const float nearest = (float)values[i] * factor + ROUND_TO_INTEGER;
-            codes[i] = (int8_t)to_bits(nearest);
-            values[i] = (nearest - ROUND_TO_INTEGER) * unit;
-        }
+    for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {
+        const float value = (float)values[i];
+        const int size = ((int)(fabsf(value) * in_2_16ths + 0.5f) + (int)(dither >> 16)) >> 16;
+        const int kept = size < top ? size : top, code = value < 0 ? -kept : kept;
+        codes[i] = (int8_t)code;
+        values[i] = code * unit;
     }
     if (form == CODEC_INT4) pack_int4(unpacked, part.size, data->codes + part.start / 2);
 }

@@ -59,23 +59,19 @@ FORCE_INLINE_TEMPLATE Lanes load_powers(const enum CodecForm form, const void *c
     return powers(form, REDUCED(form) * from_ints(load_bytes((const uint8_t *)codes + i, form == CODEC_SIGNED)));
 }
 
-/* Stores the codes of values, and returns the numbers that they stand for. CODEC_UNSIGNED and CODEC_INT4, here in a
- * byte each, are dithered by `dither` (rounding.h). */
+/* Stores the codes of values, of CODEC_INT4 in a byte each, and returns the numbers that they stand for. They are
+ * dithered by `dither` (rounding.h). */
 FORCE_INLINE_TEMPLATE Lanes store_powers(const enum CodecForm form, Lanes value, float factor, LaneWords dither,
                                          void *codes, int i) {
     Lanes power = value * factor;
-    if (form == CODEC_SIGNED) {
-        Lanes root = (Lanes)((LaneWords)((LaneInts)power >> 1) & 0xbfffffffu); /* the sign bit is kept */
-        Lanes code = fused(root, lanes(1 / REDUCED(CODEC_SIGNED)), lanes(ROUND_TO_INTEGER));
-        store_bytes((uint8_t *)codes + i, (LaneWords)code);
-        return powers(CODEC_SIGNED,
-                      fused(code, lanes(REDUCED(CODEC_SIGNED)), lanes(-ROUND_TO_INTEGER * REDUCED(CODEC_SIGNED))));
-    }
-    if (form == CODEC_INT4) {
-        Lanes code = from_ints((nearest_ints(magnitudes(power) * 0x1p16f) + (dither >> 16)) >> 16);
+    if (form != CODEC_UNSIGNED) {
+        const float in_2_16ths = form == CODEC_SIGNED ? 0x1p16f / REDUCED(CODEC_SIGNED) : 0x1p16f;
+        LaneWords size = (LaneWords)magnitudes(power);
+        if (form == CODEC_SIGNED) size >>= 1;
+        Lanes code = from_ints((nearest_ints((Lanes)size * in_2_16ths) + (dither >> 16)) >> 16);
         code = with_sign(code, power);
         store_bytes((uint8_t *)codes + i, nearest_ints(code));
-        return code;
+        return form == CODEC_SIGNED ? powers(CODEC_SIGNED, REDUCED(CODEC_SIGNED) * code) : code;
     }
     const float in_2_16ths = 0x1p16f / REDUCED(CODEC_UNSIGNED);
     LaneWords code = (nearest_ints((Lanes)((LaneWords)power >> 2) * in_2_16ths) + (dither >> 16)) >> 16;

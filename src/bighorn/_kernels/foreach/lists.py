@@ -20,7 +20,6 @@ from bighorn._kernels.arithmetic import compute_dtype
 from bighorn._kernels.bucket import Bucket, Shard, slots_with_grad
 from bighorn._kernels.codec import (
     BLOCK,
-    NEAREST,
     Form,
     dequantize,
     form_of,
@@ -218,13 +217,12 @@ class Group(Generic[Options]):
                 torch._foreach_copy_(values, self.state[name])
             return values
         form = self._form(name)
-        dithered = form.dtype == torch.uint8
         if self.bucket.options.int4:
             state = self._of_blocks(form.relative)
-            new = quantize(self.forms, name, values.take(), state, self._dither(t) if dithered else NEAREST)
+            new = quantize(self.forms, name, values.take(), state, self._dither(t))
             self._write(new, apply_mask)
             return self.blocks.parts(dequantize(self.forms, name, state | new), self.x)
-        codes, scales = to_codes(values.take(), form, self._dither(t) if dithered else NEAREST)
+        codes, scales = to_codes(values.take(), form, self._dither(t))
         self._write({name: codes.squeeze(1), f"{name}_scale": scales}, apply_mask)
         return self.blocks.parts(from_codes(codes, scales, form).squeeze(1), self.x)
 

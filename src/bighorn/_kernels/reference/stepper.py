@@ -33,11 +33,9 @@ MakeRule: TypeAlias = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Dithe
 
 
 def needs_rng_key(bucket: Bucket[Options]) -> bool:
-    """Whether a bucket's step uses random bits, for weights, or dither, for moments that are dithered."""
-    if bucket.options.weight_rounding == "stochastic" or bucket.options.int4:
-        return True
-    moments = [bucket.state.get(name, []) for name in bucket.options.forms]
-    return any(each[0].dtype == torch.uint8 for each in moments if each)
+    """Whether a bucket's step uses random bits, for weights, or dither, for moments in codes."""
+    codes = any(f"{name}_scale" in bucket.state for name in bucket.options.forms)
+    return codes or bucket.options.weight_rounding == "stochastic"
 
 
 class Stepper(Generic[Options]):

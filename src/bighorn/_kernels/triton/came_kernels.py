@@ -266,7 +266,7 @@ def average(tile, tables, mode, const):
         root,
     )
     pointers = common.at(g, tile.start, const.G), tiling.average_at(tile, const.S, const.M_FORM), r, parts
-    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), const.M_FORM == "int4", const.CUT)
+    rng_key = weights.rng_key(tile.slot_ptr, common.count(tile.slot_ptr), const.M_FORM != "", const.CUT)
     if not tiling.aligned(m, tile, mode):
         average_tile(pointers, tile, numbers, c, rng_key, const.M_FORM, 1, 1, mode.WIDE, layout.FEW)
     elif g % 16 == 0:

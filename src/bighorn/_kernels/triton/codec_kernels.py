@@ -154,9 +154,9 @@ def decoded(codes, scale, FORM: tl.constexpr):
 
 @triton.jit
 def encoded(values, mask, rng, FORM: tl.constexpr):
-    """Return codes of some blocks, as integers or float32, and the scales; one that is not finite has scale NaN.
+    """Return codes of some blocks, dithered by `rng`, as integers or float32, and the scales.
 
-    Some forms are dithered, by `rng`.
+    A scale of a block that is not finite is NaN.
     """
     size = magnitude(values)
     # As integers, the bits of non-negative floats have the order of the floats, with NaN last.
@@ -167,9 +167,9 @@ def encoded(values, mask, rng, FORM: tl.constexpr):
     inverse = tl.div_rn(1.0, tl.where(scale > 0, scale * lift, 1.0))
     share = size * lift[:, None] * inverse[:, None]
     if FORM == "linear":
-        code = nearest(share * 127)
+        code = dithered(share * 127, rng, 127)
     elif FORM == "signed":
-        code = nearest(root(share, SIGNED_END, 1))
+        code = dithered(root(share, SIGNED_END, 1), rng, 127)
     elif FORM == "int4":
         code = dithered(share * 7, rng, 7)
     else:
@@ -201,12 +201,6 @@ def power(code, END: tl.constexpr, HALVINGS: tl.constexpr):
 def magnitude(x):
     """Return the absolute value, by its bits: `tl.abs` flushes float32's subnormal numbers to 0 (abs.ftz in PTX)."""
     return common.as_float(common.as_bits(x) & 0x7FFFFFFF)
-
-
-@triton.jit
-def nearest(x):
-    """Return the nearest integer, ties to even, of a number from 0 to 127; conversions have half the throughput."""
-    return common.as_bits(x + 8388608.0) - TWO_TO_23
 
 
 @triton.jit

@@ -96,8 +96,7 @@ def run_chunk(
         tl.store(factor_ptr + layout.STEP_NUMBER, t)
     else:
         t = tl.load(factor_ptr + layout.STEP_NUMBER)
-    DITHERED: tl.constexpr = mode.V_FORM == "unsigned" or mode.M_FORM == "int4"
-    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or DITHERED
+    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.M_FORM != "" or mode.V_FORM != ""
     rng_key = weights.rng_key(slot_ptr, t, RANDOM, mode.CUT)
     chunk = Chunk(first, start, tl.load(slot_ptr + columns.slot.INNER), rng_key)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES

@@ -19,8 +19,13 @@ def write(out: Tensor, value: Tensor, apply_mask: Tensor | None) -> None:
 PAST_COUNTING = 1.5 * 2.0**-24
 """A float32 above 2^24 that grows by this fraction of itself becomes the next float32."""
 
-LEAST_NORM = 2.0**-110
-"""A smaller norm of an update counts as 0: the ratio of norms could overflow float32, and infinity times 0 is NaN."""
+LEAST_NORM = 2.0**-80
+"""A smaller norm of an update counts as 0.
+
+Where all gradients of a layer stop, its first moment fades. Below 2^-110 the ratio of norms could overflow float32, and
+infinity times 0 is NaN; in bfloat16 the moment stays at 4 times the least number, 2^-131, which eps has divided: the
+ratio would make steps of full size of it for ever.
+"""
 
 
 def count_step(counts: list[Tensor], apply_mask: Tensor | None) -> None:

@@ -25,7 +25,7 @@ typedef struct {
     double weight, update, inner;
 } LayerSums;
 
-#define LEAST_NORM 0x1p-110 /* as in arithmetic.py */
+#define LEAST_NORM 0x1p-80 /* as in arithmetic.py */
 
 static inline void add_sums(LayerSums *total, LayerSums sums) {
     total->weight += sums.weight, total->update += sums.update, total->inner += sums.inner;

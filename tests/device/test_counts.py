@@ -66,7 +66,7 @@ ROWS = {
     "lamb-cautious": Row(lamb(cautious=True), 8),
     "lamb-amsgrad": Row(lamb(second_moment="amsgrad"), 4),
     "lamb-float64": Row(lamb(), 8, dtype=torch.float64),
-    "lamb-int8": Row(lamb(state_dtype="int8"), 12, 158),
+    "lamb-int8": Row(lamb(state_dtype="int8"), 16, 167),
     "lamb-bfloat16": Row(lamb(state_dtype="bfloat16"), 8),
     "lamb-stochastic": Row(lamb(weight_rounding="stochastic"), 12, 95, dtype=LOW),
     "lamb-kahan": Row(lamb(weight_rounding="kahan"), 12, dtype=LOW),
@@ -74,14 +74,14 @@ ROWS = {
     "came": Row(came(), 4, 124),
     "came-cautious": Row(came(cautious=True), 8),
     "came-float64": Row(came(), 8, dtype=torch.float64),
-    "came-int8": Row(came(state_dtype="int8"), 12, 211),
+    "came-int8": Row(came(state_dtype="int8"), 16, 222),
     "came-int4": Row(came(state_dtype="int4"), 26),
     "came-stochastic": Row(came(weight_rounding="stochastic"), 12, 236, dtype=LOW),
     "came-kahan": Row(came(weight_rounding="kahan"), 12, dtype=LOW),
     "came-master": Row(came(weight_rounding="master"), 12, dtype=LOW),
     "lars": Row(lars(), 4, 30),
     "lars-clip": Row(lars(max_grad_norm=1.0), 4),
-    "lars-int8": Row(lars(state_dtype="int8"), 12),
+    "lars-int8": Row(lars(state_dtype="int8"), 16),
 }
 
 

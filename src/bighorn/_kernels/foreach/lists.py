@@ -58,7 +58,9 @@ def temporary_bytes(bucket: Bucket[Options]) -> int:
         return x.itemsize * (2 if getattr(o, "cautious", False) or getattr(o, "hyperball", False) else 1)
     if o.weight_rounding == "kahan8":
         return 26
-    if x.itemsize >= 4 and not o.blocks and getattr(o, "second_moment", None) != "amsgrad":
+    if o.blocks:
+        return 16
+    if x.itemsize >= 4 and getattr(o, "second_moment", None) != "amsgrad":
         return 8
     return 12
 

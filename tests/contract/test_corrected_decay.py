@@ -55,6 +55,11 @@ def test_a_rate_above_the_largest_is_refused(largest: bool | float) -> None:
     optimizer.step()
 
 
+def test_a_flag_as_a_number_is_not_taken_for_the_largest_rate() -> None:
+    with pytest.raises(TypeError, match=r"corrected_weight_decay must be .* such as 1\.0, not 1; .* takes True"):
+        Lamb([Parameter(torch.ones(2, 2))], lr=0.01, corrected_weight_decay=1, **OPTIONS)
+
+
 def test_the_message_about_decay_on_the_ball_has_the_value_that_was_given() -> None:
     with pytest.raises(ValueError, match=r"against weight_decay=0.1:"):
         Lamb([Parameter(torch.ones(2, 2))], lr=warm_up, hyperball=True, corrected_weight_decay=0.02, **OPTIONS)

@@ -278,3 +278,21 @@ def test_groups_without_layer_adaptation_in_other_words(keys: dict[str, Any], ki
         optimizer.param_groups[0].update(keys)
         with refused([param], optimizer, TypeError, rf"param_groups\[0\] got '{key}' .*: write adapt=False"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_a_group_that_becomes_stacked_is_refused_as_one_that_is_made_so(shape: tuple[int, ...], kind: Kind) -> None:
+    param = Parameter(torch.ones(shape))
+    message = f"it has {len(shape)} dims, but stacked=True needs 2 or more"
+    with pytest.raises(ValueError, match=message):
+        kind([{"params": [param], "stacked": True}], lr=0.1)
+    optimizer = kind([param], lr=0.1)
+    for stacked in (False, True, False):
+        param.grad, before = torch.ones(shape), param.detach().clone()
+        optimizer.param_groups[0]["stacked"] = stacked
+        if not stacked:
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        assert torch.equal(param, before)

@@ -110,6 +110,21 @@ def test_a_run_goes_on_with_hyperball(saved: str) -> None:
         torch.testing.assert_close(kept, norm)
 
 
+def test_the_ball_is_measured_anew_when_hyperball_is_switched_on_again(backend: str) -> None:
+    """The weights once shrank to the norm of the time before."""
+    matrix = Parameter(torch.randn(3, 4))
+    optimizer = Lamb([matrix], lr=0.1, hyperball=True, backend=backend)
+    step(optimizer, matrix)
+    optimizer.param_groups[0]["hyperball"] = False
+    step(optimizer, matrix)
+    with torch.no_grad():
+        matrix.mul_(3.0)
+    norm = matrix.detach().norm()
+    optimizer.param_groups[0]["hyperball"] = True
+    step(optimizer, matrix)
+    torch.testing.assert_close(matrix.detach().norm(), norm)
+
+
 @for_every("options", [{"hyperball": True}, {}, {"bias_correction": "lr"}, {"trust_ratio_bounds": (0.0, 10.0)}])
 def test_moments_that_fade_away_leave_weights_finite(options: Any, backend: str) -> None:
     """Where ||u|| is denormal, lr times the ratio was infinite, and rows of u that are 0 made NaN of weights."""

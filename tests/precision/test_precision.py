@@ -352,6 +352,19 @@ def test_elements_whose_gradients_stop_come_to_rest(state_dtype: Any, kind: Kind
     assert not bool(moved[128:].any())
 
 
+def test_a_momentum_that_could_overflow_float16_is_refused() -> None:
+    """One element of u can be clip_threshold times the root of their number, and infinite ones made NaN of weights."""
+    param = Parameter(torch.ones(64, 64))
+    optimizer = Came([param], lr=1e-3, clip_threshold=1000.0, state_dtype=torch.float16)
+    optimizer.param_groups[0]["clip_threshold"] = 1024.0
+    param.grad = torch.ones(64, 64)
+    with pytest.raises(ValueError, match=r"float16.*65504.*clip_threshold=1024.*6\.55e\+04 in 4096"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="bfloat16"):
+        Came([param], lr=1e-3, clip_threshold=1e9, state_dtype=torch.float16)
+    assert torch.equal(param, torch.ones(64, 64))
+
+
 def test_a_layer_whose_gradients_stop_comes_to_rest_in_bfloat16(backend: str) -> None:
     """To the nearest bfloat16, 0.9 times the least numbers are these numbers, and the trust ratio made full steps."""
     param = Parameter(torch.linspace(-1, 1, 4096).view(16, 256))

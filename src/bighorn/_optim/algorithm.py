@@ -141,6 +141,8 @@ class Algorithm(ABC, Generic[Options]):
 
     def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
         """The reason why a parameter cannot be optimized with a group's options, with the remedy, or None."""
+        if group["stacked"] and param.dim() < 2:
+            return f"it has {param.dim()} dims, but stacked=True needs 2 or more, since dim 0 stacks the layers"
         return unsupported_reason(param, group["state_dtype"])
 
     def unsupported_flat_reason(self, group: Group) -> str | None:

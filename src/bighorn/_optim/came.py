@@ -30,6 +30,8 @@ from bighorn._optim.state import (
     moments_spec,
 )
 
+HALF_MAX = torch.finfo(torch.float16).max
+
 FactorRule = Literal["matrix", "last_two", "linear"]
 """The rules by which tensors are factored. Kernels receive "linear" as "matrix", of which it has fewer tensors."""
 
@@ -73,6 +75,18 @@ class CameAlgorithm(Algorithm[CameOptions]):
         "state_dtype": dtype_among(MOMENT_DTYPES),
         "min_8bit_size": count,
     }
+
+    def unsupported_reason(self, group: Group, param: Tensor) -> str | None:
+        """The reason why a parameter cannot be optimized, or None; a momentum in float16 must not overflow."""
+        if (
+            group["state_dtype"] == "float16"
+            and (most := group["clip_threshold"] * math.sqrt(param.numel())) > HALF_MAX
+        ):
+            return (
+                f'state_dtype="float16" holds {HALF_MAX:g} at most, and clip_threshold={group["clip_threshold"]:g} '
+                f'allows a momentum of {most:.3g} in {param.numel()} elements: use state_dtype="bfloat16"'
+            )
+        return super().unsupported_reason(group, param)
 
     def shape_of(self, group: Group, param: Tensor) -> tuple[bool, int]:
         """Whether a parameter is factored, and how many leading dims must be the outermost in memory.
@@ -128,9 +142,9 @@ class Came(KernelOptimizer):
             (True: dim 0 stacks independent layers, each with its own factors and clip) and `grad_centralization` (True:
             subtract the mean over dims 1 to the last from gradients of 2 or more dims; "conv": from gradients of 3 or
             more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
-            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
-            first.
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step, and of which each
+            group but the first has a copy; an iterable with one value for each step; or a schedule of
+            `bighorn.schedules`, which is called with the step, 0 for the first.
             Required unless every group has one. Default: None.
         betas: Decay of the averages of u, of the squared gradient, and of the instability. The first is in (0, 1), the
             others in [0, 1). With 0 for the first, the momentum would equal u, the instability would be 0, and eps

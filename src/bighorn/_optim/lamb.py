@@ -54,8 +54,11 @@ class LambTelemetry(Table):
 
 def largest_lr(name: str, value: object) -> float | bool:
     """Return False, or the largest learning rate: a number above 0."""
-    if value is True:
-        raise TypeError(f"{name} must be the largest learning rate in a group, not True, which the constructor takes")
+    if isinstance(value, int) and value is not False:
+        raise TypeError(
+            f"{name} must be the largest learning rate in a group, a float such as 1.0, not {value!r}; the constructor "
+            "also takes True"
+        )
     return False if value is False else positive(name, value)
 
 
@@ -184,9 +187,9 @@ class Lamb(KernelOptimizer):
             (False: no trust ratio), `stacked` (True: dim 0 stacks independent layers, each with its own trust ratio)
             and `grad_centralization` (True: subtract the mean over dims 1 to the last from gradients of 2 or more dims;
             "conv": from gradients of 3 or more).
-        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
-            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
-            first.
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step, and of which each
+            group but the first has a copy; an iterable with one value for each step; or a schedule of
+            `bighorn.schedules`, which is called with the step, 0 for the first.
             `group["lr"]` holds the value of the last step. Default: 1e-3.
         betas: Decay of the averages of the gradient and of its square, each in [0, 1). Default: (0.9, 0.999).
         eps: Added to the root of the second moment, at least 0. With 0, an element whose gradients have all been 0
@@ -226,7 +229,8 @@ class Lamb(KernelOptimizer):
         state_dtype: The dtype of both moments: torch.float32, torch.bfloat16, "int8", "int4", or None for float32
             (float64 for float64 parameters). "int8" and "int4" store blocks of 256 elements in a row of dim 0, each
             block with a scale. With bfloat16 the second moment stops following small gradients. With "int4", the second
-            moment is stored in 8 bits; the first falls back to 8 bits for odd row lengths. Default: None.
+            moment is stored in 8 bits; the first is relative to its root, which needs betas[0]**2 < betas[1], and falls
+            back to 8 bits for odd row lengths. Default: None.
         min_8bit_size: The fewest elements of a tensor that is stored in "int8" or "int4". Smaller tensors, and tensors
             of less than 2 dims, keep float32. Default: 4096.
         weight_rounding: The rounding of bfloat16 and float16 parameters: "nearest" loses small steps; "stochastic" is

@@ -48,9 +48,9 @@ class Lars(KernelOptimizer):
         params: Tensors, (name, tensor) pairs such as `model.named_parameters()`, or groups. A group is a dict with
             `params` and any option below that is not marked *whole optimizer*. It may have three more keys, as in
             `bighorn.Lamb`: `adapt`, `stacked` and `grad_centralization`.
-        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step; an iterable with
-            one value for each step; or a schedule of `bighorn.schedules`, which is called with the step, 0 for the
-            first.
+        lr: Learning rate, at least 0: a number; a tensor of one element, which is read at each step, and of which each
+            group but the first has a copy; an iterable with one value for each step; or a schedule of
+            `bighorn.schedules`, which is called with the step, 0 for the first.
             The trust coefficient multiplies it in layers with a ratio: use a larger rate than for SGD. Default: 1.0.
         momentum: Decay of the sum of past steps, in [0, 1). Default: 0.9.
         weight_decay: At least 0: a number, an iterable or a schedule. Default: 0.0.

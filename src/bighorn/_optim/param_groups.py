@@ -148,13 +148,12 @@ def joining(
         raise ValueError("some of params have a name and some have none: name all of them, or none")
     if "param_names" not in group and not all(pairs):
         settings.refuse_nameless()
-    stacked = (defaults | group)["stacked"]
     tensors = []
     for param in group["params"]:
         if isinstance(param, tuple) and len(param) != 2:
             raise TypeError(f"params must be tensors or pairs of a name and a tensor, not tuples of {len(param)}")
         name, tensor = param if isinstance(param, tuple) else (None, param)
-        check_parameter(name, tensor, stacked=stacked)
+        check_parameter(name, tensor)
         tensors.append(tensor)
     earlier = (param for other in others for param in other["params"] if sharding.any_distributed([param]))
     settings.refuse_apart(map(sharding.holders_of, itertools.chain(itertools.islice(earlier, 1), tensors)))
@@ -226,7 +225,7 @@ def label_of(index: int, position: int, names: Sequence[str] | None) -> str:
     return (names[position] if names else "") or f"param_groups[{index}].params[{position}]"
 
 
-def check_parameter(name: object, param: object, *, stacked: bool) -> None:
+def check_parameter(name: object, param: object) -> None:
     """Raise unless a tensor can be optimized here.
 
     Raises:
@@ -247,8 +246,6 @@ def check_parameter(name: object, param: object, *, stacked: bool) -> None:
         raise ValueError(f"{what} cannot be optimized here: {reason}")
     if overlaps(param) or param.is_neg() or param.is_conj():
         raise ValueError(f"{what} is a view whose elements share memory or are negated on reading: clone() it first")
-    if stacked and param.dim() < 2:
-        raise ValueError(f"{what} has {param.dim()} dims, but stacked=True needs 2 or more: dim 0 stacks the layers")
 
 
 def _checked_names(names: object, count: int, prefix: str) -> list[str]:

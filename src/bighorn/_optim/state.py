@@ -181,12 +181,12 @@ def requantized(
     The moments of a parameter have its shape (on this rank), `shape`; only packed codes do not. Blocks in other rows,
     as earlier versions wrote for tensors of several matrices, are encoded anew.
 
-    Aux state that `spec` does not have is dropped.
+    Aux state and a radius that `spec` does not have are dropped: they would be old when they are used again.
 
     Raises:
         ValueError: The scales do not fit their codes.
     """
-    out = {name: value for name, value in state.items() if name in spec or name not in AUX_STATE_NAMES}
+    out = {name: value for name, value in state.items() if name in spec or name not in (*AUX_STATE_NAMES, "radius")}
     for name in forms:  # codes of one may be relative to an earlier one as it is stored
         values, scales = state.get(name), state.get(f"{name}_scale")
         if name not in spec or not isinstance(values, Tensor) or (f"{name}_scale" not in spec and scales is None):

@@ -5,11 +5,12 @@
 
 `widths` trains a character GPT of two blocks at each width with each optimizer, on a grid of rates of factor 1.6, three
 seeds each. The grid of a width starts around the best rate of the width before, and grows until its best rate has two
-worse ones on either side. AdamW's step for embeddings, the head and vectors keeps its rate beside Hyperball and
-lamb-adamw, so that only the rate of the hidden matrices is searched. `long` trains Characters for 5,000 steps, with the
-options that STUDY's trials chose at batch 8, at a share of each optimizer's rate that one seed chooses on validation
-data, then with three more seeds on test data. The shares are powers of two, until the best has a worse one on either
-side. With the file of an interrupted run only the missing runs are made; the file names the commits of all its runs.
+worse ones on either side; the last width also has the best rate of the first one. AdamW's step for embeddings, the head
+and vectors keeps its rate beside Hyperball and lamb-adamw, so that only the rate of the hidden matrices is searched.
+`long` trains Characters for 5,000 steps, with the options that STUDY's trials chose at batch 8, at a share of each
+optimizer's rate that one seed chooses on validation data, then with three more seeds on test data. The shares are
+powers of two, until the best has a worse one on either side. With the file of an interrupted run only the missing runs
+are made; the file names the commits of all its runs.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def widths(data: str, result: str) -> None:
     about = {**provenance("python workbench/benchmarks/hyperball_runs.py widths TEXT_FILE JSON"), "steps": STEPS}
     runs = Runs(result, {**about, "batch_size": BATCH, "factor": FACTOR, "adamw": ADAMW})
     center = dict.fromkeys(FIRST_RATES, 0)
+    of_first: dict[str, int] = {}
     for width in WIDTHS:
         task = Wide(data, width)
         for name, first in FIRST_RATES.items():
@@ -113,6 +115,9 @@ def widths(data: str, result: str) -> None:
                     break
                 losses[missing[0]] = mean(missing[0])
             center[name] = best
+            of_first.setdefault(name, best)
+            if width == WIDTHS[-1]:
+                mean(of_first[name])
             print(f"width {width}, {name}: {first * FACTOR**best:.3g}, loss {losses[best]:.4f}", flush=True)
 
 

@@ -96,7 +96,7 @@ def run_chunk(
         tl.store(factor_ptr + layout.STEP_NUMBER, t)
     else:
         t = tl.load(factor_ptr + layout.STEP_NUMBER)
-    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.M_FORM != "" or mode.V_FORM != ""
+    RANDOM: tl.constexpr = mode.ROUNDING == "stochastic" or mode.M_FORM != ""
     rng_key = weights.rng_key(slot_ptr, t, RANDOM, mode.CUT)
     chunk = Chunk(first, start, tl.load(slot_ptr + columns.slot.INNER), rng_key)
     VECTOR: tl.constexpr = common.UNMASKED if mode.M_FORM == "" else CODES

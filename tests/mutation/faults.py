@@ -505,8 +505,8 @@ FAULTS = (
     Fault(
         "a bound of codes, in a report",
         "bighorn/_kernels/codec.py",
-        "/ (12 if form.dtype.is_signed else 6)",
-        "/ 12",
+        ".square() / 6",
+        ".square() / 12",
         "tests/precision/test_codec.py",
     ),
     Fault(

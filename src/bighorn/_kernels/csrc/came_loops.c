@@ -8,7 +8,7 @@
 /* ---- the momentum in place or in a buffer ---------------------------------------------------------------- */
 
 static CodecData codes_of(const FactoredSlot *slot) {
-    return (CodecData){slot->exp_avg, slot->exp_avg_scale, slot->width};
+    return (CodecData){slot->exp_avg, slot->exp_avg_scale, slot->width, slot->weights.layout};
 }
 
 static float *read_m(const FactoredSlot *slot, int64_t start, int n, float *buffer) {

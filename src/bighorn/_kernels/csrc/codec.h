@@ -91,11 +91,13 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
 /* Loops over a part have no `omp simd`: codes are vectorized by 64, and GCC 12 would compute the rest of such a loop
  * one by one, which is all of a short row. */
 
-/* The codes and scales of CODEC_LINEAR, or of CODEC_INT4, two codes to a byte. */
+/* The codes and scales of CODEC_LINEAR, or of CODEC_INT4, two codes to a byte. `layout` is of the elements in the whole
+ * parameter (numbers.h), where those of a row are consecutive; NULL if all are. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int64_t inner;
+    const int64_t *layout;
 } CodecData;
 
 /* Copies an even number of codes from `both`, two to a byte, and to it. */
@@ -142,7 +144,9 @@ FORCE_INLINE_TEMPLATE void encode_block(const enum CodecForm form, const CodecDa
     const int top = (int)top_of(form);
     int8_t unpacked[CODEC_BLOCK_ELEMS];
     int8_t *restrict codes = form == CODEC_INT4 ? unpacked : data->codes + part.start;
-    uint32_t dither = phase + (uint32_t)part.start * DITHER_STRIDE;
+    int64_t count;
+    const int64_t position = data->layout ? layout_offset(data->layout, part.start, &count) : part.start;
+    uint32_t dither = phase + (uint32_t)position * DITHER_STRIDE;
     data->scales[part.scale] = scale.scale;
     make_ready(values, part.size, &scale);
     for (int i = 0; i < part.size; i++, dither += DITHER_STRIDE) {

@@ -35,6 +35,7 @@ from bighorn._kernels.rounding import (
     dither_along,
     dither_of_runs,
     load_weight,
+    positions,
     random_bits,
     random_bits_of_runs,
     rng_key,
@@ -294,8 +295,13 @@ class Group(Generic[Options]):
 
     @cached_property
     def _along_blocks(self) -> tuple[Tensor, Tensor]:
-        firsts = list(map(self.bucket.first_position, self.slots))
-        return dither_along(self.blocks.starts(firsts)), dither_along(torch.arange(BLOCK, device=self.device))
+        rows = []
+        for i, shard, scale in zip(self.slots, self.shards, scales_of(self.state), strict=True):
+            leading = scale.dim() - 1
+            firsts = (*shard.size[:leading], *[1] * (len(shard.size) - leading))
+            at = positions(firsts, shard.offset, shard.shape, self.device).flatten()
+            rows.append(self.bucket.slot_offsets[i] + at)
+        return dither_along(self.blocks.starts(rows)), dither_along(torch.arange(BLOCK, device=self.device))
 
     def _random_bits(self, t: Tensor) -> Tensor:
         """Return random bits for the elements of all slots."""
@@ -408,12 +414,12 @@ class Blocks:
             found.append(row[:, : each.numel() // max(rows, 1)].view(each.shape))
         return Parts(whole, found)
 
-    def starts(self, firsts: list[int]) -> Tensor:
-        """Return the position of each block's first element, from the positions of the tensors' first elements."""
-        found = []
-        for first, (rows, blocks, size) in zip(firsts, self.sizes, strict=True):
-            row = torch.arange(rows, device=self.device) * size + first
-            found.append((row.unsqueeze(1) + torch.arange(blocks, device=self.device) * BLOCK).flatten())
+    def starts(self, rows: list[Tensor]) -> Tensor:
+        """Return the position of each block's first element, from the positions of the tensors' rows."""
+        found = [
+            (row.unsqueeze(1) + torch.arange(blocks, device=self.device) * BLOCK).flatten()
+            for row, (_, blocks, _) in zip(rows, self.sizes, strict=True)
+        ]
         return torch.cat(found)
 
 

@@ -92,7 +92,7 @@ FORCE_INLINE uint32_t magnitude_of(float value) { return to_bits(value) & 0x7fff
  * one by one, which is all of a short row. */
 
 /* The codes and scales of CODEC_LINEAR, or of CODEC_INT4, two codes to a byte. `layout` is of the elements in the whole
- * parameter (numbers.h), where those of a row are consecutive; NULL if all are. */
+ * parameter (numbers.h), where each row is consecutive; NULL if the whole tensor is. */
 typedef struct {
     int8_t *codes;
     float *scales;

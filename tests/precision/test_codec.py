@@ -65,15 +65,17 @@ def test_the_error_of_a_round_trip(form: Form) -> None:
     assert error.max() >= BOUNDS[form] * 0.5, "the bound says little"
 
 
-@pytest.mark.parametrize(("form", "decades"), [(LINEAR, 2), (INT4, 1), (SIGNED, 3), (UNSIGNED, 7)])
-def test_a_moment_in_codes_is_its_mean(form: Form, decades: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "decades", "bound"), [(LINEAR, 2, 2e-3), (INT4, 1, 2e-3), (SIGNED, 3, 2e-3), (UNSIGNED, 7, 1e-3)]
+)
+def test_a_moment_in_codes_is_its_mean(form: Form, decades: int, bound: float) -> None:
     """With dither, the mean over steps is the value, even if rounding to the nearest code would never change it."""
     values = torch.logspace(-decades, 0, 256).unsqueeze(0)
     steps = 1 << 12
     dither = rounding.dither(rounding.rng_key(5, 0), torch.arange(steps).unsqueeze(1), torch.arange(256))
     decoded = codec.decode(*codec.encode(values.expand(steps, 256), form, dither), form).double()
     error = (decoded.mean(dim=0) / values[0] - 1).abs()
-    assert error.max() < 2e-3
+    assert error.max() < bound
     nearest = codec.decode(*codec.encode(values, form), form)[0]
     assert ((nearest / values[0] - 1).abs() > 2 * error).float().mean() > 0.9, "the test could not fail"
 

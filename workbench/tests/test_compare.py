@@ -36,8 +36,18 @@ from bighorn_workbench.search import Search
 from bighorn_workbench.space import Entry, read_spaces
 from bighorn_workbench.storage import Place
 from bighorn_workbench.tasks import Classification, defaults
-from bighorn_workbench.trials import Cell, Trial, best_of, configured, make, paired
-from bighorn_workbench.verdict import columns, enough_seeds, interval, row, unfinished, untuned, verdicts, warnings
+from bighorn_workbench.trials import Cell, Trial, best_of, configured, make, paired, repeats
+from bighorn_workbench.verdict import (
+    chosen,
+    columns,
+    enough_seeds,
+    interval,
+    row,
+    unfinished,
+    untuned,
+    verdicts,
+    warnings,
+)
 from bighorn_workbench.workers import fill, places
 from tests.support.processes import FORKS, LIMIT
 from tests.support.tables import for_every
@@ -183,12 +193,15 @@ def test_a_budget_gives_each_optimizer_the_same_number_of_trials(tmp_path: Path,
 
 @for_every(
     ["runs", "trials", "seeds"],
-    [(13, 8, 5), (15, 9, 6), (18, 10, 8), (25, 12, 13), (36, 16, 20), (40, 20, 20)],
+    [(13, 8, 5), (15, 9, 6), (18, 10, 8), (25, 12, 13), (36, 13, 15), (56, 16, 20), (245, 85, 20)],
 )
 def test_a_budget_is_divided_into_trials_and_seeds(
     tmp_path: Path, ten_seconds: list[RunConfig], runs: int, trials: int, seeds: int
 ) -> None:
-    """Two more seeds for each trial after the eighth, up to twenty: workbench/benchmarks/budget_splits.py says why."""
+    """Two more seeds for each trial after the eighth, up to twenty; from the thirteenth on, repeats of the best third.
+
+    workbench/benchmarks/budget_splits.py says why.
+    """
     ten_seconds.clear()
     place, options = tmp_path / str(runs), {"trials": None, "seeds": None}
     found = small(place, budget=f"{10 * runs}s", **options)
@@ -196,6 +209,8 @@ def test_a_budget_is_divided_into_trials_and_seeds(
     found.work()
     [cell] = found.cells()
     assert (len(cell.tuning), len(cell.trials)) == (found.trials, found.seeds) == (trials, seeds)
+    assert len(cell.repeats) == math.prod(repeats(trials))
+    assert runs - 9 < len(ten_seconds) <= runs, "another trial would need more"
     ten_seconds.clear()
     [again] = small(place, budget="5s", **options).cells()
     assert (len(again.tuning), len(again.trials)) == (trials, seeds), "known runs are used without time for more"
@@ -204,7 +219,7 @@ def test_a_budget_is_divided_into_trials_and_seeds(
 @pytest.mark.usefixtures("ten_seconds")
 @for_every(
     ["given", "trials", "seeds"],
-    [({"trials": 8}, 8, 20), ({"seeds": 3}, 33, 3), ({"trials": 9, "seeds": 7}, 9, 7), ({"budget": "1h"}, 100, 20)],
+    [({"trials": 8}, 8, 20), ({"seeds": 3}, 15, 3), ({"trials": 9, "seeds": 7}, 9, 7), ({"budget": "1h"}, 100, 20)],
 )
 def test_a_budget_keeps_the_numbers_that_are_given(
     tmp_path: Path, given: dict[str, Any], trials: int, seeds: int
@@ -218,12 +233,12 @@ def test_more_seeds_and_fewer_trials_never_take_finished_trials_away(
 ) -> None:
     path = tmp_path / "s.study"
     small(path, trials=14).work()
-    assert len(ten_seconds) == 17
+    assert len(ten_seconds) == 14 + 4 * 2 + 3
     options: list[dict[str, Any]] = [{"trials": None, "budget": "75 s"}, {"trials": 4}, {"trials": 8, "budget": "5 s"}]
     for number, each in enumerate(options):
         ten_seconds.clear()
         more = small(path, seeds=10, **each)
-        assert (more.done, more.total) == (17 if number == 0 else 24, 24)
+        assert (more.done, more.total) == (25 if number == 0 else 32, 32)
         more.work()
         [cell] = more.cells()
         assert (len(cell.tuning), len(cell.trials)) == (14, 10)
@@ -556,6 +571,48 @@ def test_the_best_trial_is_that_of_the_best_value_then_of_the_lowest_loss() -> N
     assert best_of([diverged, trial(0.1, 0, -0.8)], higher=True).value == -0.8
     assert best_of([trial(0.1, 0, 0.0, loss=math.inf), trial(0.1, 0, -0.8)], higher=True).value == 0.0
     assert best_of([trial(0.1, 0, 0.8, loss=math.nan), trial(0.2, 0, 0.8, loss=2.0)], higher=True).config.lr == 0.2
+
+
+def test_repeats_decide_among_the_best_trials() -> None:
+    """A trial that was better with one seed alone is not chosen, and a trial without repeats neither."""
+    trials = [trial(0.1, 0, 0.9), trial(0.2, 0, 0.8), trial(0.3, 0, 0.7)]
+    again = [trial(0.1, 1, 0.2), trial(0.2, 1, 0.6), trial(0.1, 2, 0.4), trial(0.2, 2, 0.7)]
+    best = best_of(trials, True, again)
+    assert best.config.lr == 0.2
+    assert best.value == pytest.approx(0.7)
+    assert best_of(trials, True, [*again, trial(0.2, 3, -math.inf)]).config.lr == 0.1, "it diverged once"
+    worst = [dataclasses.replace(each, value=-math.inf) for each in again]
+    assert best_of(trials, True, worst).config.lr == 0.1
+    found = dataclasses.replace(cell("lamb", 32, 0.2, 0.5), tuning=tuple(trials), repeats=tuple(again))
+    assert found.best == best
+    assert len(found.as_json()["tuning"]) == 3
+    assert [each["seed"] for each in found.as_json()["repeats"]] == [1, 1, 2, 2]
+
+
+def test_the_final_runs_have_the_options_of_the_best_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fifteen trials the best five are repeated with three seeds; here the fifth is the best one in truth."""
+    made: list[RunConfig] = []
+
+    def lucky(config: RunConfig, *_: object) -> Trial:
+        made.append(config)
+        fifth = sorted(each.lr or 0.0 for each in made[:15])[4] if config.seed else None
+        value = -(config.lr or 0.0) if config.seed == 0 else float(config.lr == fifth)
+        return dataclasses.replace(trial(config.lr or 0.0, config.seed, value), config=config)
+
+    monkeypatch.setattr(search, "make", lucky)
+    found = small(tmp_path / "s.study", trials=15, seeds=2)
+    assert found.total == 15 + 5 * 3 + 2
+    found.work()
+    rates = sorted({each.lr or 0.0 for each in made[:15]})
+    assert [config.seed for config in made[:15]] == [0] * 15
+    assert Counter(config.lr for config in made[15:30]) == dict.fromkeys(rates[:5], 3)
+    assert sorted({config.seed for config in made[15:30]}) == [1_000_001, 1_000_002, 1_000_003]
+    assert [(config.lr, config.seed) for config in made[30:]] == [(rates[4], 1), (rates[4], 2)]
+    [filled] = found.cells()
+    assert filled.lr == rates[4]
+    assert filled.best.value == pytest.approx((3 - rates[4]) / 4)
+    [words] = chosen([filled])
+    assert words.endswith(" on validation data, the best of 15 trials by the mean of 4 seeds.")
 
 
 def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:

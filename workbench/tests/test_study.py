@@ -420,7 +420,7 @@ def assert_each_once(place: Path | Server, log: Path, monkeypatch: pytest.Monkey
     found = small(place, **MANY)
     fill(found, 1, lambda: None)
     made = [each for _, each in found.finished().values()]
-    assert len(made) == found.total == 120
+    assert len(made) == found.total == 3 * (20 + 6 * 5 + 20), "trials, repeats and final runs"
     assert all(each.value == marked(each.config).value for each in made)
     said = [json.loads(line) for line in log.read_text().splitlines()]
     kept = {each.seconds: [each.config.seed, each.config.lr] for each in made}

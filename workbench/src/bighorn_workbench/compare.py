@@ -30,17 +30,17 @@ from bighorn_workbench.optimizers import ABOUT, CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
 from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
-from bighorn_workbench.search import Plan, Search
+from bighorn_workbench.search import REPEAT_SEED, TUNING_SEED, Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
 from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import LEAST, Cell, paired
+from bighorn_workbench.trials import LEAST, TRIALS, Cell, paired
 from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
 from bighorn_workbench.verdict import BASELINE, MOST_SEEDS, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
 
-TRIALS, MOST_TRIALS = 12, 100
-"""The trials of a cell without and with a budget of time."""
+MOST_TRIALS = 100
+"""The trials of a cell with a budget of time, at most."""
 
 SEEDS = 5
 """The final runs of a cell, at least."""
@@ -319,7 +319,8 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
                 if key in shown:
                     continue
                 shown.add(key)
-                kind = "trial" if trial.config.seed == 0 else f"seed {trial.config.seed}"
+                seed = trial.config.seed
+                kind = "trial" if seed == TUNING_SEED else "repeat" if seed > REPEAT_SEED else f"seed {seed}"
                 if log is not None:
                     title = f"{name}, batch {trial.config.batch_size}, {kind}, run {len(shown)}"
                     try:

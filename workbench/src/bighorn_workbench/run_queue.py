@@ -4,7 +4,7 @@ import hashlib
 import json
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,13 +40,15 @@ class Queue:
     def __init__(
         self, database: Database, name: str, higher: bool, points: list[dict[str, float]], space: Space
     ) -> None:
-        self.database, self.name, self.points, self._space, self.count = database, name, points, space, 0
+        self.database, self.name, self.points, self._space = database, name, points, space
+        self.wanted: set[int] = set()
+        """The runs to make, by their numbers."""
         self.study = database.study(name, higher)
         self.look()
 
     def look(self) -> None:
         """Read the trials, unless all runs are done."""
-        if self.count and self.is_done:
+        if self.wanted and self.is_done:
             return
         with self.database.asked(reads=True):
             self._trials = self.study.get_trials(deepcopy=False)
@@ -57,7 +59,7 @@ class Queue:
             return
         self.look()
         existing = {self._number(trial) for trial in self._trials if not _is_lost(trial)}
-        missing = [index for index in range(self.count) if index not in existing]
+        missing = sorted(self.wanted - existing)
         for index in missing:
             about = {"run": index, "fingerprint": self._fingerprint(index)}
             point = self.points[index]
@@ -86,9 +88,13 @@ class Queue:
         return index if trial.user_attrs.get("fingerprint") == self._fingerprint(index) else None
 
     def extend(self, count: int) -> None:
-        """Queue more runs, up to a number in all, one for each point at most."""
-        if min(count, len(self.points)) > self.count:
-            self.count = min(count, len(self.points))
+        """Queue the first runs, up to a number in all, one for each point at most."""
+        self.want(range(min(count, len(self.points))))
+
+    def want(self, numbers: Iterable[int]) -> None:
+        """Queue runs, unless they are."""
+        if more := set(numbers) - self.wanted:
+            self.wanted |= more
             self.fill()
 
     @property
@@ -101,7 +107,7 @@ class Queue:
     def taken(self) -> int:
         """The runs that a process has claimed or finished."""
         claimed = {self._number(trial) for trial in self._trials if not _is_lost(trial) and not _waits(trial)}
-        return len(claimed & set(range(self.count)))
+        return len(claimed & self.wanted)
 
     def take(self, owner: str) -> tuple[int, int] | None:
         """Claim a run that waits, and return its number and its trial's id; None if none waits.
@@ -118,7 +124,7 @@ class Queue:
             if index in begun or _is_lost(trial):
                 continue
             begun.add(index)
-            if index is not None and index < self.count and _waits(trial) and self._claim(trial._trial_id, owner):
+            if index is not None and index in self.wanted and _waits(trial) and self._claim(trial._trial_id, owner):
                 return index, trial._trial_id
         return None
 
@@ -176,12 +182,12 @@ class Queue:
     def _finished(self) -> dict[int, dict[str, Any]]:
         """Return the records of finished runs by their number; each counts once."""
         found = [(self._number(trial), trial.user_attrs.get(RECORD)) for trial in self._trials if _is_finished(trial)]
-        records = {index: record for index, record in reversed(found) if index is not None and index < self.count}
+        records = {index: record for index, record in reversed(found) if index is not None and index in self.wanted}
         return {index: records[index] if isinstance(records[index], dict) else {} for index in sorted(records)}
 
-    def missing(self, count: int) -> int:
-        """Return how many of so many first runs have not finished, also of more than were queued."""
-        return len(set(range(count)) - {self._number(trial) for trial in self._trials if _is_finished(trial)})
+    def missing(self, numbers: Iterable[int]) -> int:
+        """Return how many runs have not finished, also of some that were not queued."""
+        return len(set(numbers) - {self._number(trial) for trial in self._trials if _is_finished(trial)})
 
     def results(self) -> dict[int, dict[str, Any]]:
         """Return the known results, by the number of the run."""
@@ -190,7 +196,7 @@ class Queue:
     @property
     def is_done(self) -> bool:
         """Whether all runs are done."""
-        return len(self._finished()) == self.count
+        return len(self._finished()) == len(self.wanted)
 
     def seconds(self) -> float | None:
         """Return the mean time of a run, with what comes between two of them; None before any is known."""

@@ -1,18 +1,20 @@
 """The search of ``bighorn compare``, kept by Optuna: what is tried, by which process, and with which result.
 
-Each cell, an optimizer at a batch size, has a study of trials on validation data and one of final runs on test data.
-Their trials wait in the study until a process claims them, so that any number of processes and commands share the
-work, and one that was killed loses only the runs in flight.
+Each cell, an optimizer at a batch size, has three studies: trials on validation data, repeats of the best ones there,
+and final runs on test data. Their trials wait in the study until a process claims them, so that any number of processes
+and commands share the work, and one that was killed loses only the runs in flight.
 """
 
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
 import optuna
 from optuna.trial import TrialState
@@ -26,10 +28,23 @@ from bighorn_workbench.run_queue import Queue
 from bighorn_workbench.space import SCAN, Entry, Space
 from bighorn_workbench.storage import Database, Place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import EVALUATIONS, LEAST, Cell, Trial, best_of, configured, make, trial_of
+from bighorn_workbench.trials import (
+    EVALUATIONS,
+    LEAST,
+    MOST_REPEATS,
+    Cell,
+    Trial,
+    averaged,
+    best_of,
+    configured,
+    make,
+    ordered,
+    repeats,
+    trial_of,
+)
 
-TUNING_SEED = 0
-"""The seed of all tuning runs; final runs have the seeds after it."""
+TUNING_SEED, REPEAT_SEED = 0, 1_000_000
+"""The seed of all trials, and the one before those of the repeats; final runs have the seeds after that of trials."""
 
 AHEAD = 2
 """Before a deadline, the trials for each process that wait at least, so that none is idle until the next look."""
@@ -39,6 +54,9 @@ DECISION = "trials"
 
 SEEDS_EACH = 2
 """With a budget, the final runs of a cell for each of its trials after the least, up to their most."""
+
+SEEDED: Space = {"seed": (1.0, 1e9)}
+"""What runs with other seeds have beside the searched space."""
 
 PAUSE = 0.3
 """Seconds between two looks for work while other processes have the rest of it."""
@@ -102,6 +120,10 @@ class Search:
         self.plan, self.task, self.higher, self._leads = plan, task, defaults(task).higher_is_better, leads
         self.database, self._decision = Database(plan.study), f"{DECISION} of {plan.owner}"
         self._tuning = [self._queue(self._name(entry, "tuning"), entry.scan(), entry.space) for entry in plan.entries]
+        self._repeated = [
+            self._queue(self._name(entry, "repeats"), _again(entry.scan()), {**SEEDED, **entry.space})
+            for entry in plan.entries
+        ]
         kept = max(queue.kept for queue in self._tuning)
         self._most = max(plan.trials, kept)
         self.trials = self._most if plan.deadline is None else max(kept, min(SCAN, plan.trials))
@@ -109,6 +131,8 @@ class Search:
         self.seeds = plan.seeds
         """The final runs of each cell, likewise."""
         self._final: dict[str, Queue] = {}
+        self._made: dict[str, dict[int, tuple[dict[str, Any], Trial]]] = {}
+        """The results that were read, by the queue and the number of the run."""
         self.is_open = plan.deadline is not None
         """Whether runs may still be added."""
         self.extend()
@@ -124,12 +148,13 @@ class Search:
         """Queue all known trials, and add a run to each cell while the time before a deadline allows it."""
         if self.is_open and not self._leads:
             self.trials, self.seeds, self.is_open = self._decided()
-        for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
+        for entry, queue, repeated in zip(self.plan.entries, self._tuning, self._repeated, strict=True):
             queue.look()
             queue.extend(self.trials)
             if (missing := entry.most(self._most) - len(queue.points)) > 0 and queue.is_done:
                 best = best_of(self._trials(entry, queue), self.higher)
-                queue.points += entry.around(best.config.lr or 1.0, missing)
+                queue.points += (around := entry.around(best.config.lr or 1.0, missing))
+                repeated.points += _again(around)
                 queue.extend(self.trials)
         while (
             self.is_open and self._leads and not self.database.ended and self._waiting() < AHEAD * self.plan.processes
@@ -182,19 +207,37 @@ class Search:
             one = queue.seconds() or cost.steps + cost.evaluation
             final = one + (plan.evaluations - 1) * cost.evaluation
             finals = self._finals_left(number, trials, seeds)
-            runs += queue.missing(entry.most(trials)) * one + finals * final
+            left = queue.missing(range(entry.most(trials))) + self._repeats_left(number, trials)
+            runs += left * one + finals * final
             longest = max(longest, final if finals else 0.0)
         return (runs + (plan.processes - 1) * longest) / plan.processes
 
     def _finals_left(self, number: int, trials: int, seeds: int) -> int:
         """Return the final runs that a cell lacks after so many trials, which may have another best one."""
-        queue = self._final_of(number) if self._is_done(number, trials) else None
-        return seeds if queue is None else queue.missing(min(seeds, len(queue.points)))
+        queue = self._final_of(number) if self._is_chosen(number, trials) else None
+        return seeds if queue is None else queue.missing(range(min(seeds, len(queue.points))))
+
+    def _repeats_left(self, number: int, trials: int) -> int:
+        """Return the repeats that a cell lacks after so many trials."""
+        if self._is_done(number, trials):
+            return self._repeated[number].missing(self._repeats(number))
+        return math.prod(repeats(self.plan.entries[number].most(trials)))
+
+    def _repeats(self, number: int) -> list[int]:
+        """Return the numbers of the repeats of a cell whose trials are done; those that diverged are not repeated."""
+        tuned = self.tuning(number)
+        count, seeds = repeats(len(tuned))
+        best = [tuned.index(each) for each in ordered(tuned, self.higher)[:count] if not each.diverged]
+        return [MOST_REPEATS * each + index for each in best for index in range(seeds)]
+
+    def _is_chosen(self, number: int, trials: int) -> bool:
+        """Return whether the repeats after so many trials are done, too."""
+        return self._is_done(number, trials) and not self._repeats_left(number, trials)
 
     def _is_done(self, number: int, trials: int) -> bool:
         """Return whether a cell has so many trials, and all are done."""
         queue = self._tuning[number]
-        return queue.count >= self.plan.entries[number].most(trials) and queue.is_done
+        return len(queue.wanted) >= self.plan.entries[number].most(trials) and queue.is_done
 
     def _name(self, entry: Entry, phase: str, *more: object) -> str:
         """Return the name of a study, which differs if results would."""
@@ -218,55 +261,64 @@ class Search:
         """Return the finished tuning runs of a cell."""
         return self._trials(self.plan.entries[number], self._tuning[number])
 
+    def repeats(self, number: int) -> list[Trial]:
+        """Return the finished repeats of a cell's best trials."""
+        return self._trials(self.plan.entries[number], self._repeated[number])
+
     def _trials(self, entry: Entry, queue: Queue) -> list[Trial]:
         return list(self._numbered(entry, queue).values())
 
     def _numbered(self, entry: Entry, queue: Queue) -> dict[int, Trial]:
+        results, made = queue.results(), self._made.setdefault(queue.name, {})
         try:
-            return {
-                index: trial_of(self._config(entry, queue.points[index]), found)
-                for index, found in queue.results().items()
-            }
+            for index, found in results.items():
+                if index not in made or made[index][0] != found:
+                    made[index] = found, trial_of(self._config(entry, queue.points[index]), found)
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 f"--study {self.plan.study}: another version of bighorn has written a run of {queue.name} "
                 f"({type(error).__name__}: {error}). Use that version, or give another name."
             ) from error
+        return {index: made[index][1] for index in results}
 
     @staticmethod
     def _config(entry: Entry, point: dict[str, float]) -> RunConfig:
         return configured(entry.base, point, int(point.get("seed", TUNING_SEED)))
 
     def final(self, number: int) -> Queue | None:
-        """Return the final runs of a cell whose tuning is done, None before; with a budget, of all cells.
+        """Return the final runs of a cell whose options are chosen, None before; with a budget, of all cells.
 
         There are none if all trials diverged.
         """
         waited_for = range(len(self._tuning)) if self.plan.deadline is not None else [number]
-        if self.is_open or not all(self._is_done(each, self.trials) for each in waited_for):
+        if self.is_open or not all(self._is_chosen(each, self.trials) for each in waited_for):
             return None
         return self._final_of(number)
 
     def _final_of(self, number: int) -> Queue | None:
         entry, queue = self.plan.entries[number], self._tuning[number]
         tuned = self.tuning(number)
-        chosen = best_of(tuned, self.higher)
-        best = queue.points[tuned.index(chosen)]
+        chosen = best_of(tuned, self.higher, self.repeats(number))
+        best = queue.points[[each.config for each in tuned].index(chosen.config)]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final and not self.database.ended:
             seeds = 0 if chosen.diverged else self.plan.most_seeds
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(seeds)]
-            space = {**entry.space, "seed": (1.0, 1e9)}
-            self._final[name] = self._queue(name, points, space)
+            self._final[name] = self._queue(name, points, {**SEEDED, **entry.space})
         if name in self._final:
             self._final[name].extend(self.seeds)
         return self._final.get(name)
 
     def queues(self) -> Iterator[tuple[Entry, Queue, bool]]:
-        """Yield the queues with work: tuning first, then final runs, so that each cell gets the same seeds."""
+        """Yield the queues with work: trials, then repeats, then final runs, so that each cell gets the same seeds."""
         self.extend()
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             yield entry, queue, False
+        for number, (entry, queue) in enumerate(zip(self.plan.entries, self._repeated, strict=True)):
+            if not self.is_open and self._is_done(number, self.trials):
+                queue.want(self._repeats(number))
+                queue.look()
+                yield entry, queue, False
         finals = [(entry, self.final(number)) for number, entry in enumerate(self.plan.entries)]
         ready = [(entry, queue) for entry, queue in finals if queue is not None]
         for _, queue in ready:
@@ -278,9 +330,13 @@ class Search:
     def total(self) -> int:
         """The number of all runs; with a deadline, as far as known."""
         self.extend()
-        numbers = range(len(self._tuning))
-        finals = [self._final_of(number) if self._is_done(number, self.trials) else None for number in numbers]
-        return sum(self._counts()) + sum(self.seeds if each is None else each.count for each in finals)
+        total = sum(self._counts())
+        for number, count in enumerate(self._counts()):
+            queue = self._final_of(number) if self._is_chosen(number, self.trials) else None
+            is_done = self._is_done(number, self.trials)
+            total += len(self._repeats(number)) if is_done else math.prod(repeats(count))
+            total += self.seeds if queue is None else len(queue.wanted)
+        return total
 
     def finished(self) -> dict[tuple[str, int], tuple[str, Trial]]:
         """Return the name of the optimizer and the result of all finished runs, by study and number of the run."""
@@ -348,8 +404,8 @@ class Search:
             finals = [] if queue is None else self._trials(entry, queue)
             if not finals:
                 continue
-            tuning = self.tuning(number)
-            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in tuning))
+            tuning, again = self.tuning(number), self.repeats(number)
+            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in averaged(tuning, again)))
             found.append(
                 Cell(
                     entry.name,
@@ -361,6 +417,12 @@ class Search:
                     self.task.metric,
                     self.higher,
                     entry.space,
+                    tuple(again),
                 )
             )
         return found
+
+
+def _again(points: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return the points of all repeats that trials may have."""
+    return [point | {"seed": float(REPEAT_SEED + 1 + index)} for point in points for index in range(MOST_REPEATS)]

@@ -18,8 +18,14 @@ from bighorn_workbench.tasks import Task, defaults
 EVALUATIONS = 20
 """Evaluations of each final run: the resolution of the steps to the target."""
 
+TRIALS = 12
+"""The trials of a cell by default; each one more repeats the best ones once more."""
+
 LEAST = 8
 """A cell with fewer trials gets no verdict, since they leave a rate of three decades to luck."""
+
+REPEATED, MOST_REPEATS = 3, 5
+"""One in so many trials, the best ones, is repeated with other seeds, and how many these are at most."""
 
 EDGE = 0.05
 """The share of a range, in the logarithm, next to its ends."""
@@ -98,6 +104,13 @@ class Cell:
     higher_is_better: bool = True
     space: Space = field(default_factory=dict)
     """The searched space."""
+    repeats: tuple[Trial, ...] = ()
+    """The runs of the best trials with other seeds, whose means decide."""
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the chosen options, and the means of its runs."""
+        return best_of(self.tuning, self.higher_is_better, self.repeats)
 
     @property
     def value(self) -> tuple[float, float, float]:
@@ -171,6 +184,7 @@ class Cell:
             "curve": {"steps": [step for step, _ in self.curve], metric: [value for _, value in self.curve]},
             "final": [trial.as_json(self.metric) for trial in self.trials],
             "tuning": [trial.as_json(self.metric) for trial in self.tuning],
+            "repeats": [trial.as_json(self.metric) for trial in self.repeats],
         }
 
 
@@ -248,9 +262,44 @@ def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
     return sorted(trials, key=place)
 
 
-def best_of(trials: Sequence[Trial], higher: bool) -> Trial:
-    """Return the best trial."""
+def best_of(trials: Sequence[Trial], higher: bool, repeats: Sequence[Trial] = ()) -> Trial:
+    """Return the best trial; with repeats, the best of the repeated ones by the means of their runs."""
+    if repeats:
+        repeated = {_options(each) for each in repeats}
+        trials = [each for each in averaged(trials, repeats) if _options(each) in repeated]
     return ordered(trials, higher)[0]
+
+
+def averaged(trials: Sequence[Trial], repeats: Sequence[Trial]) -> list[Trial]:
+    """Return trials with the means of their values and losses, over the repeats with the same options too."""
+    runs: dict[tuple[object, ...], list[Trial]] = {}
+    for each in (*trials, *repeats):
+        runs.setdefault(_options(each), []).append(each)
+    found = []
+    for trial in trials:
+        alike = runs[_options(trial)]
+        value, loss = mean_of([each.value for each in alike]), mean_of([each.loss for each in alike])
+        found.append(replace(trial, value=value, loss=loss))
+    return found
+
+
+def _options(trial: Trial) -> tuple[object, ...]:
+    """Return the options that differ between trials of a cell."""
+    config = trial.config
+    return config.lr, config.weight_decay, config.warmup, config.optimizer_option
+
+
+def repeats(trials: int) -> tuple[int, int]:
+    """Return how many of the best trials are repeated, and with how many seeds each.
+
+    A single seed chooses the luckiest of many trials rather than the best.
+
+    Example:
+        >>> repeats(12), repeats(15), repeats(60)
+        ((0, 0), (5, 3), (20, 5))
+    """
+    seeds = min(max(trials - TRIALS, 0), MOST_REPEATS)
+    return (trials // REPEATED if seeds else 0), seeds
 
 
 def configured(base: RunConfig, params: dict[str, float], seed: int) -> RunConfig:

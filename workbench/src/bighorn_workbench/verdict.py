@@ -12,7 +12,7 @@ from scipy import stats
 from bighorn_workbench.display import duration
 from bighorn_workbench.metrics import is_share, metric_text
 from bighorn_workbench.search import Search
-from bighorn_workbench.trials import LEAST, Cell, best_of, mean_of, paired
+from bighorn_workbench.trials import LEAST, Cell, best_of, mean_of, paired, repeats
 from bighorn_workbench.values import counted
 
 LEVEL = 0.95
@@ -307,11 +307,12 @@ def chosen(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         config = cell.trials[0].config
         options = "".join(f", {text}" for text in config.optimizer_option)
-        best = best_of(cell.tuning, cell.higher_is_better)
         among = f"the best of {len(cell.tuning)} trials" if len(cell.tuning) > 1 else "the only trial"
+        if cell.repeats:
+            among += f" by the mean of {1 + repeats(len(cell.tuning))[1]} seeds"
         lines.append(
             f"{cell.optimizer} at batch {cell.batch_size}: lr {cell.lr:g}, warm-up {config.warmup}, weight decay "
-            f"{config.weight_decay:g}{options}: {metric_text(cell.metric, best.value)} on validation data, "
+            f"{config.weight_decay:g}{options}: {metric_text(cell.metric, cell.best.value)} on validation data, "
             f"{among}."
         )
     return lines

@@ -583,36 +583,96 @@ def test_repeats_decide_among_the_best_trials() -> None:
     assert best_of(trials, True, [*again, trial(0.2, 3, -math.inf)]).config.lr == 0.1, "it diverged once"
     worst = [dataclasses.replace(each, value=-math.inf) for each in again]
     assert best_of(trials, True, worst).config.lr == 0.1
+    assert best_of(trials, True, [*worst[:2], again[3], trial(0.1, 2, -math.inf)]).config.lr == 0.2, "fewer diverged"
     found = dataclasses.replace(cell("lamb", 32, 0.2, 0.5), tuning=tuple(trials), repeats=tuple(again))
     assert found.best == best
     assert len(found.as_json()["tuning"]) == 3
     assert [each["seed"] for each in found.as_json()["repeats"]] == [1, 1, 2, 2]
 
 
-def test_the_final_runs_have_the_options_of_the_best_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fifteen trials the best five are repeated with three seeds; here the fifth is the best one in truth."""
-    made: list[RunConfig] = []
+@pytest.fixture
+def lucky(monkeypatch: pytest.MonkeyPatch, ten_seconds: list[RunConfig]) -> list[RunConfig]:
+    """Let the fifth of the best trials be the best one in truth; return the list of runs."""
+    made = ten_seconds
+    simulated: Callable[..., Trial] = vars(search)["make"]
 
-    def lucky(config: RunConfig, *_: object) -> Trial:
-        made.append(config)
-        fifth = sorted(each.lr or 0.0 for each in made[:15])[4] if config.seed else None
-        value = -(config.lr or 0.0) if config.seed == 0 else float(config.lr == fifth)
-        return dataclasses.replace(trial(config.lr or 0.0, config.seed, value), config=config)
+    def seeded(config: RunConfig, *others: Any) -> Trial:
+        found = simulated(config, *others)
+        tried = sorted((each.lr or 0.0 for each in made if each.seed == 0), key=lambda lr: abs(math.log(lr) + 2))
+        value = found.value if config.seed == 0 else float(config.lr == tried[4])
+        return dataclasses.replace(found, config=config, value=value)
 
-    monkeypatch.setattr(search, "make", lucky)
+    monkeypatch.setattr(search, "make", seeded)
+    return made
+
+
+def test_the_final_runs_have_the_options_of_the_best_mean(tmp_path: Path, lucky: list[RunConfig]) -> None:
+    """Of fifteen trials the best five are repeated with three seeds."""
     found = small(tmp_path / "s.study", trials=15, seeds=2)
     assert found.total == 15 + 5 * 3 + 2
     found.work()
-    rates = sorted({each.lr or 0.0 for each in made[:15]})
-    assert [config.seed for config in made[:15]] == [0] * 15
-    assert Counter(config.lr for config in made[15:30]) == dict.fromkeys(rates[:5], 3)
-    assert sorted({config.seed for config in made[15:30]}) == [1_000_001, 1_000_002, 1_000_003]
-    assert [(config.lr, config.seed) for config in made[30:]] == [(rates[4], 1), (rates[4], 2)]
+    assert [config.seed for config in lucky[:15]] == [0] * 15
+    best = sorted((config.lr or 0.0 for config in lucky[:15]), key=lambda lr: abs(math.log(lr) + 2))[:5]
+    assert Counter(config.lr for config in lucky[15:30]) == dict.fromkeys(best, 3)
+    assert sorted({config.seed for config in lucky[15:30]}) == [1_000_001, 1_000_002, 1_000_003]
+    assert [(config.lr, config.seed) for config in lucky[30:]] == [(best[4], 1), (best[4], 2)]
     [filled] = found.cells()
-    assert filled.lr == rates[4]
-    assert filled.best.value == pytest.approx((3 - rates[4]) / 4)
+    assert filled.lr == best[4]
+    assert filled.best.value == pytest.approx((3 - abs(math.log(best[4]) + 2)) / 4)
     [words] = chosen([filled])
     assert words.endswith(" on validation data, the best of 15 trials by the mean of 4 seeds.")
+
+
+def test_repeats_are_known_when_a_study_goes_on(tmp_path: Path, lucky: list[RunConfig]) -> None:
+    """Before they were wanted again, the luckiest trial was taken for the best, and its final runs for missing."""
+    options: dict[str, Any] = {"trials": None, "seeds": None}
+    first = small(tmp_path / "s.study", budget="560s", **options)
+    first.work()
+    assert (first.trials, first.seeds, len(lucky)) == (16, 20, 56)
+    lucky.clear()
+    again = small(tmp_path / "s.study", budget="5s", **options)
+    assert (again.trials, again.seeds, again.total, again.done) == (16, 20, 56, 56)
+    assert again.cells() == first.cells()
+    names = {each.study_name for each in again.database.storage.get_all_studies()}
+    assert len(names) == 3, "trials, repeats and final runs of the best options alone"
+    shorter = Search(dataclasses.replace(again.plan, deadline=None, trials=14), again.task, leads=False)
+    assert (again.plan.trials, shorter.trials) == (100, 14), "a process that follows takes the plan as it is"
+
+
+def test_options_that_diverge_with_some_seed_still_have_final_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ten_seconds: list[RunConfig]
+) -> None:
+    """Final runs then say how many diverge; only if all trials do, there are none."""
+    simulated: Callable[..., Trial] = vars(search)["make"]
+
+    def loses(config: RunConfig, *others: Any) -> Trial:
+        found = simulated(config, *others)
+        return dataclasses.replace(found, value=-math.inf, loss=math.inf) if config.seed == 1_000_001 else found
+
+    monkeypatch.setattr(search, "make", loses)
+    found = small(tmp_path / "s.study", trials=13, seeds=2)
+    found.work()
+    [filled] = found.cells()
+    assert len(ten_seconds) == 13 + 4 + 2
+    assert (len(filled.repeats), len(filled.trials)) == (4, 2)
+    assert unfinished(found) == []
+
+
+def test_unfinished_repeats_are_counted(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, ten_seconds: list[RunConfig]
+) -> None:
+    simulated: Callable[..., Trial] = vars(search)["make"]
+
+    def interrupted(config: RunConfig, *others: Any) -> Trial:
+        if len(ten_seconds) == 15:
+            raise KeyboardInterrupt
+        return simulated(config, *others)
+
+    monkeypatch.setattr(search, "make", interrupted)
+    options = changed(SMALL, "--trials", "13")
+    output = invoke("compare", *options, "--processes", 1, "--study", "s.study", code=130).output
+    assert re.search(r"lamb at batch 256: 13 of 13 trials and 2 repeats, the best with lr \S+: accuracy ", output)
+    assert "Interrupted after 15 of 20 runs." in output
 
 
 def test_tuning_never_sees_the_test_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from bighorn_workbench.search import REPEAT_SEED, TUNING_SEED, Plan, Search
 from bighorn_workbench.space import Entry, read_spaces, spans
 from bighorn_workbench.storage import Place, StudyPlace, check_place
 from bighorn_workbench.tasks import Task, defaults
-from bighorn_workbench.trials import LEAST, TRIALS, Cell, paired
+from bighorn_workbench.trials import LEAST, TRIALS, Cell, paired, repeats
 from bighorn_workbench.values import check_name, counted, names, numbers, seconds_in
 from bighorn_workbench.verdict import BASELINE, MOST_SEEDS, chosen, columns, ranked, row, unfinished, verdicts, warnings
 from bighorn_workbench.workers import fill, places
@@ -87,7 +87,7 @@ class CompareConfig(Options):
     epochs: float | None = option(None, "Passes over the training data, the same for every run.", shown="the task's")
     seeds: int | None = option(
         None,
-        "Final runs of each optimizer at each batch size: seeds 1, 2, ...; trials use seed 0.",
+        "Final runs of each optimizer at each batch size: seeds 1, 2, ...; trials use seed 0, repeats 1000001, ...",
         shown=f"{SEEDS}, or up to {MOST_SEEDS} with --budget",
         check=COUNT,
     )
@@ -148,9 +148,9 @@ def compare(
     """Compare optimizers, each tuned with the same number of trials.
 
     The first trials of an optimizer at a batch size scan its learning rate; later trials vary all options, quasi-random
-    around the best rate. Validation data select the best trial. Its options are then trained with new seeds, and
-    evaluated on test data for the first time. Ctrl-C reports the results so far; with --study, the same command
-    continues.
+    around the best rate. Validation data select the best trial. Of more than 12 trials the best third is repeated with
+    up to five other seeds, and the means select. The selected options are then trained with new seeds, and evaluated on
+    test data for the first time. Ctrl-C reports the results so far; with --study, the same command continues.
     """
     config = CompareConfig(**options)
     check_device(config.device)
@@ -268,6 +268,13 @@ def _starting(processes: int) -> float:
     return time.process_time() if processes > 1 else 0.0
 
 
+def _runs(trials: int, seeds: int) -> str:
+    """Return the runs of a cell in words."""
+    again = math.prod(repeats(trials))
+    repeated = f", {counted(again, 'repeat')}" if again else ""
+    return f"{counted(trials, 'trial')}{repeated} and {counted(seeds, 'final run')}"
+
+
 def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     """Raise an error, with a budget that suffices, for one that has no time for a verdict."""
     plan = search.plan
@@ -280,10 +287,9 @@ def _check_budget(search: Search, config: CompareConfig, budget: float) -> None:
     if base.epochs is not None and left > 0:
         shorter = f", --epochs {float(f'{base.epochs * left / needed:.2g}'):g}"
     raise InputError(
-        f"--budget {config.budget} has no time for {counted(least, 'trial')} and {counted(plan.seeds, 'final run')} of "
-        f"each optimizer at each batch size: they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min"
-        f"{shorter}, fewer --optimizers, --batch-sizes or --seeds, or a proxy of the task with fewer layers or less "
-        "data."
+        f"--budget {config.budget} has no time for {_runs(least, plan.seeds)} of each optimizer at each batch size: "
+        f"they take {duration(whole)}. Give --budget {math.ceil(whole / 60)}min{shorter}, fewer --optimizers, "
+        "--batch-sizes or --seeds, or a proxy of the task with fewer layers or less data."
     )
 
 
@@ -307,8 +313,7 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
     if plan.deadline is None and needed:
         console.print(f"This takes {duration(starting + needed)}{busy()}.")
     if plan.deadline is not None:
-        trials, seeds = search.fitting(search.left - starting)
-        console.print(f"About {counted(trials, 'trial')} and {counted(seeds, 'final run')} of each fit{busy()}.")
+        console.print(f"About {_runs(*search.fitting(search.left - starting))} of each fit{busy()}.")
     with counting(console) as bar:
         task_id = bar.add_task("runs", total=None if search.is_open else total, completed=done)
         shown = set(search.finished())
@@ -363,8 +368,8 @@ def _finish(
     notes = [*chosen(cells), *warnings(cells), *unfinished(search)]
     if plan.deadline is not None and cells:
         notes.append(
-            f"--budget {config.budget} had time for {counted(search.trials, 'trial')} and "
-            f"{counted(search.seeds, 'final run')} of each optimizer at each batch size."
+            f"--budget {config.budget} had time for {_runs(search.trials, search.seeds)} of each optimizer at each "
+            "batch size."
         )
     paste = _paste(search, common)
     if report is not None and not cells:

@@ -43,6 +43,7 @@ class Queue:
         self.database, self.name, self.points, self._space = database, name, points, space
         self.wanted: set[int] = set()
         """The runs to make, by their numbers."""
+        self._fingerprints: dict[int, str] = {}
         self.study = database.study(name, higher)
         self.look()
 
@@ -77,8 +78,10 @@ class Queue:
 
     def _fingerprint(self, index: int) -> str:
         """Return a digest of all that decides a run's result."""
-        about = json.dumps([self.name, self.points[index]], sort_keys=True)
-        return hashlib.sha256(about.encode()).hexdigest()[:16]
+        if index not in self._fingerprints:
+            about = json.dumps([self.name, self.points[index]], sort_keys=True)
+            self._fingerprints[index] = hashlib.sha256(about.encode()).hexdigest()[:16]
+        return self._fingerprints[index]
 
     def _number(self, trial: FrozenTrial) -> int | None:
         """Return the number of a trial's run; None for a trial of another program, and for another run's."""
@@ -92,9 +95,9 @@ class Queue:
         self.want(range(min(count, len(self.points))))
 
     def want(self, numbers: Iterable[int]) -> None:
-        """Queue runs, unless they are."""
-        if more := set(numbers) - self.wanted:
-            self.wanted |= more
+        """Let these be the runs, and queue those that are not."""
+        if (wanted := set(numbers)) != self.wanted:
+            self.wanted = wanted
             self.fill()
 
     @property

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,15 +124,17 @@ class Search:
             self._queue(self._name(entry, "repeats"), _again(entry.scan()), {**SEEDED, **entry.space})
             for entry in plan.entries
         ]
-        kept = max(queue.kept for queue in self._tuning)
-        self._most = max(plan.trials, kept)
-        self.trials = self._most if plan.deadline is None else max(kept, min(SCAN, plan.trials))
+        kept = max(queue.kept for queue in self._tuning) if leads else 0  # those that follow have this one's plan
+        self.plan = plan = replace(plan, trials=max(plan.trials, kept))
+        self.trials = plan.trials if plan.deadline is None else max(kept, min(SCAN, plan.trials))
         """The trials of each cell, as far as known; more may be added while the search is open."""
         self.seeds = plan.seeds
         """The final runs of each cell, likewise."""
         self._final: dict[str, Queue] = {}
         self._made: dict[str, dict[int, tuple[dict[str, Any], Trial]]] = {}
         """The results that were read, by the queue and the number of the run."""
+        self._best: dict[tuple[int, int], list[int]] = {}
+        """The repeats of a cell after so many trials."""
         self.is_open = plan.deadline is not None
         """Whether runs may still be added."""
         self.extend()
@@ -151,7 +153,7 @@ class Search:
         for entry, queue, repeated in zip(self.plan.entries, self._tuning, self._repeated, strict=True):
             queue.look()
             queue.extend(self.trials)
-            if (missing := entry.most(self._most) - len(queue.points)) > 0 and queue.is_done:
+            if (missing := entry.most(self.plan.trials) - len(queue.points)) > 0 and queue.is_done:
                 best = best_of(self._trials(entry, queue), self.higher)
                 queue.points += (around := entry.around(best.config.lr or 1.0, missing))
                 repeated.points += _again(around)
@@ -199,18 +201,17 @@ class Search:
     def needed(self, trials: int, seeds: int) -> float:
         """Return the seconds until so many trials and final runs of each cell are done, by what runs have taken.
 
-        It is the bound of any order of runs: no process is idle until the last ones, of which one may be the longest.
-        It is 0 if there is none to make.
+        It is the bound of any order of runs: no process is idle before the last repeats and the last final runs, of
+        which one may be the longest. It is 0 if there is none to make.
         """
-        plan, runs, longest = self.plan, 0.0, 0.0
+        plan, runs, last, last_final = self.plan, 0.0, 0.0, 0.0
         for number, (entry, queue, cost) in enumerate(zip(plan.entries, self._tuning, plan.costs, strict=True)):
             one = queue.seconds() or cost.steps + cost.evaluation
             final = one + (plan.evaluations - 1) * cost.evaluation
-            finals = self._finals_left(number, trials, seeds)
-            left = queue.missing(range(entry.most(trials))) + self._repeats_left(number, trials)
-            runs += left * one + finals * final
-            longest = max(longest, final if finals else 0.0)
-        return (runs + (plan.processes - 1) * longest) / plan.processes
+            again, finals = self._repeats_left(number, trials), self._finals_left(number, trials, seeds)
+            runs += (queue.missing(range(entry.most(trials))) + again) * one + finals * final
+            last, last_final = max(last, one if again else 0.0), max(last_final, final if finals else 0.0)
+        return (runs + (plan.processes - 1) * (last + last_final)) / plan.processes
 
     def _finals_left(self, number: int, trials: int, seeds: int) -> int:
         """Return the final runs that a cell lacks after so many trials, which may have another best one."""
@@ -225,10 +226,13 @@ class Search:
 
     def _repeats(self, number: int) -> list[int]:
         """Return the numbers of the repeats of a cell whose trials are done; those that diverged are not repeated."""
-        tuned = self.tuning(number)
-        count, seeds = repeats(len(tuned))
-        best = [tuned.index(each) for each in ordered(tuned, self.higher)[:count] if not each.diverged]
-        return [MOST_REPEATS * each + index for each in best for index in range(seeds)]
+        key = number, len(self._tuning[number].wanted)
+        if key not in self._best:
+            tuned = self.tuning(number)
+            count, seeds = repeats(len(tuned))
+            best = [tuned.index(each) for each in ordered(tuned, self.higher)[:count] if not each.diverged]
+            self._best[key] = [MOST_REPEATS * each + index for each in best for index in range(seeds)]
+        return self._best[key]
 
     def _is_chosen(self, number: int, trials: int) -> bool:
         """Return whether the repeats after so many trials are done, too."""
@@ -297,12 +301,14 @@ class Search:
 
     def _final_of(self, number: int) -> Queue | None:
         entry, queue = self.plan.entries[number], self._tuning[number]
+        self._repeated[number].want(self._repeats(number))
         tuned = self.tuning(number)
         chosen = best_of(tuned, self.higher, self.repeats(number))
-        best = queue.points[[each.config for each in tuned].index(chosen.config)]
+        index = [each.config for each in tuned].index(chosen.config)
+        best = queue.points[index]
         name = self._name(entry, "final", best, self.plan.target)
         if name not in self._final and not self.database.ended:
-            seeds = 0 if chosen.diverged else self.plan.most_seeds
+            seeds = 0 if tuned[index].diverged else self.plan.most_seeds
             points = [best | {"seed": float(TUNING_SEED + 1 + index)} for index in range(seeds)]
             self._final[name] = self._queue(name, points, {**SEEDED, **entry.space})
         if name in self._final:
@@ -315,8 +321,8 @@ class Search:
         for entry, queue in zip(self.plan.entries, self._tuning, strict=True):
             yield entry, queue, False
         for number, (entry, queue) in enumerate(zip(self.plan.entries, self._repeated, strict=True)):
-            if not self.is_open and self._is_done(number, self.trials):
-                queue.want(self._repeats(number))
+            if not self.is_open and self._is_done(number, self.trials) and (again := self._repeats(number)):
+                queue.want(again)
                 queue.look()
                 yield entry, queue, False
         finals = [(entry, self.final(number)) for number, entry in enumerate(self.plan.entries)]

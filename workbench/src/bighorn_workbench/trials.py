@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -263,10 +264,15 @@ def ordered(trials: Sequence[Trial], higher: bool) -> list[Trial]:
 
 
 def best_of(trials: Sequence[Trial], higher: bool, repeats: Sequence[Trial] = ()) -> Trial:
-    """Return the best trial; with repeats, the best of the repeated ones by the means of their runs."""
+    """Return the best trial; with repeats, the best of the repeated ones by the means of their runs.
+
+    If runs of all of them diverged, it is one with the fewest.
+    """
     if repeats:
         repeated = {_options(each) for each in repeats}
-        trials = [each for each in averaged(trials, repeats) if _options(each) in repeated]
+        lost = Counter(_options(each) for each in repeats if each.diverged)
+        trials = [each for each in averaged(ordered(trials, higher), repeats) if _options(each) in repeated]
+        trials.sort(key=lambda each: lost[_options(each)])
     return ordered(trials, higher)[0]
 
 

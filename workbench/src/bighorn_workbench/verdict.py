@@ -345,9 +345,10 @@ def unfinished(search: Search) -> list[str]:
         elif queue is not None and len(queue.results()) < search.seeds:
             lines.append(f"{where}: {len(queue.results())} of {search.seeds} final runs.")
         elif queue is None and tuning:
-            best, metric = best_of(tuning, search.higher), search.task.metric
+            best, metric, again = best_of(tuning, search.higher), search.task.metric, search.repeats(index)
+            repeated = f" and {counted(len(again), 'repeat')}" if again else ""
             lines.append(
-                f"{where}: {len(tuning)} of {search.trials} trials, the best with lr {best.config.lr:g}: "
+                f"{where}: {len(tuning)} of {search.trials} trials{repeated}, the best with lr {best.config.lr:g}: "
                 f"{metric} {metric_text(metric, best.value)} on validation data."
             )
         elif queue is None:

@@ -65,7 +65,8 @@ def compare_report(
         ),
         Section(
             "Learning rates",
-            f"The {metric} of each trial on validation data. The other options of the trials differ too.",
+            f"The {metric} of each trial on validation data, of repeated ones the mean. The other options of the "
+            "trials differ too.",
             partial(plots.lines_in_panels, rates, "learning rate", f"held-out {metric}", lines, metric),
         ),
     ]

@@ -30,6 +30,7 @@ from bighorn_workbench.config import RunConfig
 from bighorn_workbench.costs import step_seconds
 from bighorn_workbench.display import table_of
 from bighorn_workbench.errors import InputError
+from bighorn_workbench.metrics import RECORDED
 from bighorn_workbench.optimizers import CONTESTANTS, OPTIMIZERS
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import Search
@@ -846,6 +847,7 @@ def test_an_optimizer_whose_trials_all_diverged_has_no_final_runs(
 def test_a_metric_with_the_name_of_another_figure_keeps_apart(metric: str) -> None:
     found = dataclasses.replace(cell("lamb", 64, 0.2, 0.5, 0.7), metric=metric).as_json()
     plain = cell("lamb", 64, 0.2, 0.5, 0.7).as_json()
+    assert {*plain, *plain["final"][0]} - {"accuracy", "loss"} == set(RECORDED), "of metrics, loss is the same figure"
     assert found[f"metric {metric}"] == plain["accuracy"]
     assert found["final"][0][f"metric {metric}"] == 0.5
     assert {key: found[key] for key in ("seconds", "steps")} == {"seconds": 1.0, "steps": 10}

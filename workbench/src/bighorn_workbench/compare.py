@@ -27,7 +27,7 @@ from bighorn_workbench.errors import InputError, after
 from bighorn_workbench.logs import failed, log_option, opened
 from bighorn_workbench.metrics import metric_text
 from bighorn_workbench.optimizers import ABOUT, CONTESTANTS, OPTIMIZERS
-from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, option
+from bighorn_workbench.options import COUNT, FILE, Command, Options, command_line, config_options, given, option
 from bighorn_workbench.ranks import world_size
 from bighorn_workbench.run import Run
 from bighorn_workbench.search import REPEAT_SEED, TUNING_SEED, Plan, Search
@@ -137,13 +137,7 @@ class CompareConfig(Options):
 @log_option
 @click.pass_context
 def compare(
-    ctx: click.Context,
-    /,
-    study: Place | None,
-    report: Path | None,
-    json_file: Path | None,
-    log: str | None,
-    **options: Any,
+    ctx: click.Context, /, study: Place | None, report: Path | None, json_file: Path | None, log: str | None, **_: Any
 ) -> None:
     """Compare optimizers, each tuned with the same number of trials.
 
@@ -152,7 +146,7 @@ def compare(
     up to five other seeds, and the means select. The selected options are then trained with new seeds, and evaluated on
     test data for the first time. Ctrl-C reports the results so far; with --study, the same command continues.
     """
-    config = CompareConfig(**options)
+    config = CompareConfig(**given(ctx, CompareConfig))
     check_device(config.device)
     if world_size() > 1:
         raise InputError(
@@ -176,9 +170,9 @@ def compare(
                     search.end()
                     if search.done or isinstance(error, KeyboardInterrupt):
                         with after(error):
-                            _finish(search, config, about, report, json_file, console)
+                            _finish(search, config, about, report, json_file)
                     raise
-                _finish(search, config, about, report, json_file, console)
+                _finish(search, config, about, report, json_file)
         except KeyboardInterrupt:
             ctx.exit(130)
         finally:
@@ -352,15 +346,10 @@ def _run(search: Search, config: CompareConfig, processes: int, console: Console
 
 
 def _finish(
-    search: Search,
-    config: CompareConfig,
-    about: Mapping[str, Any],
-    report: Path | None,
-    json_file: Path | None,
-    console: Console,
+    search: Search, config: CompareConfig, about: Mapping[str, Any], report: Path | None, json_file: Path | None
 ) -> None:
     """Print the answers and the table, and write the report and the JSON, which has also seeds that some cells lack."""
-    cells, plan = search.cells(), search.plan
+    cells, plan, console = search.cells(), search.plan, terminal()
     common = paired(cells)
     head = columns(search.task.metric, plan.target)
     rows = [row(cell, plan.target is not None) for cell in common]

@@ -59,15 +59,9 @@ class Display:
         self._first: list[float] = []
         self._live: Live | None = None
         if console.is_terminal and not console.quiet:
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("steps"),
-                TimeRemainingColumn(),
-                console=console,
-                expand=True,
-            )
+            name, unit = TextColumn("[bold]{task.description}"), TextColumn("steps")
+            columns = (name, BarColumn(bar_width=None), MofNCompleteColumn(), unit, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, expand=True)
             self._task = self._bar.add_task(run.config.optimizer, total=run.total, completed=run.step)
             self._live = Live(self._bar, console=console, refresh_per_second=5, transient=True)
 

@@ -24,6 +24,13 @@ def after(error: BaseException) -> Iterator[None]:
         raise InputError(f"{error}\n{another}".lstrip()) from error
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, the one that it came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 def visible(text: str) -> str:
     r"""Return a text with control characters as escapes: names of files and users' code may hold orders to a terminal.
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import click
 
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, causes
 
 KINDS = {
     stat.S_IFDIR: "folder",
@@ -151,7 +151,8 @@ def write(path: Path, content: Callable[[BinaryIO], object]) -> None:
             with path.open("wb") if stream is None else os.fdopen(os.dup(stream), "wb") as file:
                 content(file)
     except (OSError, RuntimeError) as error:
-        cause = system_error(error)
+        # torch.save raises its own error when it closes (torch 2.13).
+        cause = next((each for each in causes(error) if isinstance(each, OSError)), None)
         if cause is None:
             raise
         raise WriteError(
@@ -260,10 +261,3 @@ def _same(path: Path, other: Path) -> bool:
         return path.samefile(other)
     except OSError:  # one of them does not exist yet
         return _target(path) == _target(other)
-
-
-def system_error(error: BaseException | None) -> OSError | None:
-    """Return the system's error in a chain of errors, since torch.save raises its own when it closes (torch 2.13)."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error

@@ -6,7 +6,7 @@ in successive halving (Jamieson and Talwalkar, arXiv:1502.07943v1). A range test
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,8 @@ from bighorn_workbench.tasks import Task, defaults
 from bighorn_workbench.trials import Trial, make, ordered
 from bighorn_workbench.values import warmup_steps
 
-SHARED = (
-    *("task", "data", "optimizer", "batch_size", "warmup", "schedule", "epochs", "steps", "weight_decay", "seed"),
-    *("precision", "max_grad_norm", "state_dtype", "optimizer_option", "backend", "device", "threads"),
-)
-"""The options that a search has in common with a run."""
+SHARED = tuple(each.name for each in fields(RunConfig) if each.name not in {"lr", "lr_scaling", "loss_scale"})
+"""The options that a search has in common with a run: all but those of the rate and of loss scaling."""
 
 RUNGS = ((12, 8), (4, 2), (2, 1))
 """The number of rates and the divisor of their runs' length; the best of each rung go on to the next."""

@@ -19,7 +19,7 @@ SHARE = re.compile("acc(urac(y|ies))?")
 
 RECORDED = (
     *("name", "config", "tuned", "on_edge", "steps", "steps_to_target", "seconds", "state_bytes", "curve", "final"),
-    *("tuning", "lr", "weight_decay", "warmup", "optimizer_option", "seed"),
+    *("tuning", "repeats", "lr", "weight_decay", "warmup", "optimizer_option", "seed"),
 )
 """The names of other figures in the records that ``--json`` writes for a metric."""
 

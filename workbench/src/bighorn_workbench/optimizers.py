@@ -217,6 +217,7 @@ OF_BIGHORN = [name for name, recipe in OPTIMIZERS.items() if recipe.kind in KIND
 """Bighorn's own, which have ``--backend`` and ``--state-dtype``, and clip gradients themselves."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (recipe.about, {"optimizer": name}) for name, recipe in OPTIMIZERS.items()},
     **{
         f"{name}-{dtype}": (f"{name} with its momentum in {dtype}", {"optimizer": name, "state_dtype": dtype})
         for name in ("came", "came-published")
@@ -255,17 +256,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         for way in ROUNDINGS
     },
 }
-"""More names for ``bighorn compare --optimizers``: what each is, and the options that are not its optimizer's own."""
+"""The names of ``bighorn compare --optimizers``: what each is in one line, and its options."""
 
-CONTESTANTS: dict[str, dict[str, Any]] = {
-    **{name: {"optimizer": name} for name in OPTIMIZERS},
-    **{name: options for name, (_, options) in VARIANTS.items()},
-}
-
-ABOUT = {name: recipe.about for name, recipe in OPTIMIZERS.items()} | {
-    name: text for name, (text, _) in VARIANTS.items()
-}
-"""A description of each contestant, in one line."""
+CONTESTANTS = {name: options for name, (_, options) in VARIANTS.items()}
+ABOUT = {name: text for name, (text, _) in VARIANTS.items()}
 
 
 @contextmanager

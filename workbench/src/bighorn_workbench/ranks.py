@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the group that there is when they are defined (torch 2.13)
 from torch import Tensor
 
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, causes
 
 T = TypeVar("T")
 
@@ -211,10 +211,8 @@ def _without_frames() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
         raise
 
 

@@ -19,9 +19,9 @@ from bighorn_workbench.errors import InputError
 from bighorn_workbench.history import History
 from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.ranks import ALONE, Ranks
-from bighorn_workbench.tasks import Task, defaults, epoch_seed, seed_generators
+from bighorn_workbench.tasks import Task, defaults, epoch_seed, length, seed_generators
 from bighorn_workbench.train_step import TrainStep
-from bighorn_workbench.values import read_options, scale_policy, warmup_steps
+from bighorn_workbench.values import warmup_steps
 
 HEAT_COLUMNS = 400
 """The approximate largest number of steps of a run whose metrics are kept."""
@@ -73,9 +73,8 @@ class Run:
         self.peak_lr = config.peak_lr()
         self.schedule = config.lr_schedule(self.total)
         self.warmup = warmup_steps(config.warmup, self.total)
-        options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
         self.model = task.model().to(self.device, PRECISIONS.get(config.precision, torch.float32))
-        self._train_step = TrainStep(task, self.model, config, parallel, ranks, self.peak_lr, options, loss_scale)
+        self._train_step = TrainStep(task, self.model, config, parallel, ranks)
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics
@@ -271,14 +270,6 @@ class Run:
     def _seed_from_step(self) -> None:
         """Seed the generators by step and part of the batch, so that no two samples have the same dropout."""
         seed_generators(self.config.seed + 1_000_003 * (self.ranks.rank + self.ranks.size * self.step))
-
-
-def length(batches: Iterable[Any]) -> int | None:
-    """Return the number of batches of a pass, or None if it is unknown."""
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 class Batches:

@@ -403,29 +403,16 @@ class Search:
 
     def cells(self) -> list[Cell]:
         """Return the cells that have final runs, with all known results."""
-        found = []
         self.extend()
+        found, metric = [], self.task.metric
         for number, entry in enumerate(self.plan.entries):
             queue = self.final(number)
-            finals = [] if queue is None else self._trials(entry, queue)
-            if not finals:
-                continue
-            tuning, again = self.tuning(number), self.repeats(number)
-            tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in averaged(tuning, again)))
-            found.append(
-                Cell(
-                    entry.name,
-                    entry.base.batch_size or 0,
-                    tuned,
-                    finals[0].config.lr or 0.0,
-                    tuple(finals),
-                    tuple(tuning),
-                    self.task.metric,
-                    self.higher,
-                    entry.space,
-                    tuple(again),
-                )
-            )
+            finals = () if queue is None else tuple(self._trials(entry, queue))
+            if finals:
+                tuning, again = tuple(self.tuning(number)), tuple(self.repeats(number))
+                tuned = tuple(sorted((trial.config.lr or 0.0, trial.value) for trial in averaged(tuning, again)))
+                size, lr = entry.base.batch_size or 0, finals[0].config.lr or 0.0
+                found.append(Cell(entry.name, size, tuned, lr, finals, tuning, metric, self.higher, entry.space, again))
         return found
 
 

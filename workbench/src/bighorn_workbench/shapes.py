@@ -37,10 +37,7 @@ def efficientnet_b0() -> Iterator[Shape]:
 def vit_small() -> Iterator[Shape]:
     """ViT-S/16 at 224 pixels, as in timm (vit_small_patch16_224)."""
     width = 384
-    yield (1, 1, width)
-    yield (1, 197, width)
-    yield (width, 3, 16, 16)
-    yield (width,)
+    yield from ((1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,))
     for _ in range(12):
         yield from norm(width)
         yield from linear(3 * width, width)
@@ -83,20 +80,17 @@ def llama(layers: int, width: int, hidden: int, heads: int, key_heads: int, voca
         yield from ((width, width), (keys, width), (keys, width), (width, width))
         yield from ((hidden, width), (hidden, width), (width, hidden))
         yield from norm(width)  # two norms, each with a scale only
-    yield (width,)
-    yield (vocabulary, width)
+    yield from ((width,), (vocabulary, width))
 
 
 def norm(width: int) -> Iterator[Shape]:
     """A normalisation's scale and shift."""
-    yield (width,)
-    yield (width,)
+    yield from ((width,), (width,))
 
 
 def linear(out: int, channels: int) -> Iterator[Shape]:
     """A linear layer with its bias."""
-    yield (out, channels)
-    yield (out,)
+    yield from ((out, channels), (out,))
 
 
 def convolution(out: int, channels: int, kernel: int) -> Iterator[Shape]:

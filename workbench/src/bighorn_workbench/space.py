@@ -1,6 +1,5 @@
 """The search space of ``bighorn compare`` for each optimizer, and the points that it tries."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,27 +51,20 @@ class Entry:
 
     def around(self, best: float, count: int) -> list[dict[str, float]]:
         """Return further points: a quasi-random sequence of Sobol over all options, with rates near the best one."""
-        import optuna  # other commands, which have spaces too, do without
-        from optuna.distributions import BaseDistribution, FloatDistribution
+        from scipy.stats.qmc import Sobol  # other commands, which have spaces too, do without
 
         space = dict(self.space)
         if "lr" in space:
             space["lr"] = max(space["lr"][0], best / AROUND), min(space["lr"][1], best * AROUND)
-        free: dict[str, BaseDistribution] = {
-            name: FloatDistribution(low, high, log=True) for name, (low, high) in space.items() if low < high
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.QMCSampler(seed=0, scramble=True)
-        study = optuna.create_study(sampler=sampler)
         inside = {name: min(max(value, space[name][0]), space[name][1]) for name, value in self.start.items()}
-        study.add_trial(optuna.create_trial(value=0, params={name: inside[name] for name in free}, distributions=free))
+        free = {name: span for name, span in space.items() if span[0] < span[1]}
         points: list[dict[str, float]] = []
-        while len(points) < count and free:
-            trial = study.ask(free)
-            study.tell(trial, 0)
-            rounded = {name: float(f"{value:.3g}") for name, value in trial.params.items()}
-            points.append(inside | {name: min(max(rounded[name], space[name][0]), space[name][1]) for name in rounded})
+        for shares in Sobol(len(free), seed=0).random_base2((count - 1).bit_length())[:count] if free else ():
+            drawn = {
+                name: min(max(float(f"{low * (high / low) ** share:.3g}"), low), high)
+                for share, (name, (low, high)) in zip(shares, free.items(), strict=True)
+            }
+            points.append(inside | drawn)
         return points
 
 

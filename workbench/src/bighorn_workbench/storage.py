@@ -24,7 +24,7 @@ from sqlalchemy import Connection, event
 from sqlalchemy.pool import QueuePool
 
 from bighorn_workbench import files
-from bighorn_workbench.errors import InputError
+from bighorn_workbench.errors import InputError, causes
 from bighorn_workbench.options import FilePath
 
 BEAT, GRACE = 10, 60
@@ -174,16 +174,14 @@ class Database:
         self.storage.engine.dispose()
 
     def _refused(self, error: BaseException) -> InputError:
-        causes = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes.append(cause)
-        found = next((each for each in causes if isinstance(each, sqlite3.Error | OSError | InputError)), error)
+        chain = list(causes(error))
+        found = next((each for each in chain if isinstance(each, sqlite3.Error | OSError | InputError)), error)
         if isinstance(found, InputError):
             return found
         reason = str(found).partition("\n")[0].rstrip(".")
-        if any(isinstance(each, ImportError) for each in causes):
+        if any(isinstance(each, ImportError) for each in chain):
             return InputError(
-                f"--study {self.place}: Python has no driver for it ({causes[-1]}). pip install 'psycopg[binary]' for "
+                f"--study {self.place}: Python has no driver for it ({chain[-1]}). pip install 'psycopg[binary]' for "
                 "postgresql://, or PyMySQL for mysql+pymysql://."
             )
         if isinstance(self.place, Server):

@@ -319,6 +319,14 @@ def first_digest(task: Task, split: str, batch_size: int) -> str:
     return hashlib.sha256(file.getvalue()).hexdigest()
 
 
+def length(batches: Iterable[Any]) -> int | None:
+    """Return the number of batches of a pass, or None if it is unknown."""
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:  # also of a DataLoader whose dataset has none
+        return None
+
+
 def seed_generators(seed: int) -> None:
     """Seed all generators that a training step may use: torch's, also on a GPU, Python's and NumPy's."""
     torch.manual_seed(seed)

@@ -320,15 +320,12 @@ def chosen(cells: Sequence[Cell]) -> list[str]:
 
 def warnings(cells: Sequence[Cell]) -> list[str]:
     """Warnings for cells of which runs diverged."""
-    found = []
-    for cell in cells:
-        diverged = sum(trial.diverged for trial in cell.trials)
-        if diverged:
-            found.append(
-                f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
-                "diverged. They count as the worst value."
-            )
-    return found
+    return [
+        f"Warning: {diverged} of {len(cell.trials)} final runs of {cell.optimizer} at batch {cell.batch_size} "
+        "diverged. They count as the worst value."
+        for cell in cells
+        if (diverged := sum(trial.diverged for trial in cell.trials))
+    ]
 
 
 def unfinished(search: Search) -> list[str]:

@@ -13,8 +13,7 @@ from bighorn_workbench.builtin_tasks.user import UserError, UserTask, shown, use
 from bighorn_workbench.config import PRECISIONS, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.metrics import is_share
-from bighorn_workbench.run import length
-from bighorn_workbench.tasks import Task, defaults, epoch_seed, seed_generators, tensors_in, to_device
+from bighorn_workbench.tasks import Task, defaults, epoch_seed, length, seed_generators, tensors_in, to_device
 
 PATIENCE = 10.0
 """Seconds in which the batches of an evaluation are counted."""

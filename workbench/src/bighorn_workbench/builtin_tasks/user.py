@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.metrics import seems_lower
 from bighorn_workbench.ranks import Aborted
-from bighorn_workbench.tasks import defaults
+from bighorn_workbench.tasks import defaults, length
 from bighorn_workbench.values import suggestion
 
 METHODS = ("model", "batches", "loss", "evaluate")
@@ -258,16 +258,10 @@ class UserBatches:
             )
 
     def __len__(self) -> int:
-        found = user_call(f"{self._name}: len()", self._count)
+        found = user_call(f"{self._name}: len()", partial(length, self._made))
         if found is None:
             raise TypeError(f"{self._name} has no len()")  # as everywhere
         return int(found)
-
-    def _count(self) -> int | None:
-        try:
-            return len(self._made)
-        except TypeError:  # also of a DataLoader whose dataset has none
-            return None
 
     def __iter__(self) -> Iterator[Any]:
         iterator = user_call(self._name, iter, self._made)

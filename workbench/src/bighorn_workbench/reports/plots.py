@@ -82,14 +82,9 @@ def heat_map(layers: Sequence[str], steps: Sequence[int], values: np.ndarray, la
     finite = values[np.isfinite(values) & (values > 0)]
     low, high = np.quantile(finite, (0.01, 0.97)) if finite.size else (1e-3, 1.0)
     half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
-    image = axes.imshow(
-        np.ma.masked_invalid(values),
-        norm=LogNorm(low, max(high, 1.01 * low), clip=True),
-        cmap="viridis",
-        aspect="auto",
-        interpolation="nearest",
-        extent=(steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5),
-    )
+    shown, norm = np.ma.masked_invalid(values), LogNorm(low, max(high, 1.01 * low), clip=True)
+    extent = (steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5)
+    image = axes.imshow(shown, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest", extent=extent)
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     axes.set_yticks(range(len(layers)), layers)
@@ -120,16 +115,9 @@ def ranges(
         for x, triple in zip(xs, triples, strict=True):
             least, mean, most = (metric_text(metric, value) for value in triple)
             add_tip(axes, x * shift, triple[1], f"{name}, {xlabel} {x:g}: {mean} ({least} to {most})")
-        axes.errorbar(
-            np.array(xs) * shift,
-            middle,
-            yerr=(middle - low, high - middle),
-            fmt="o-",
-            color=SERIES[index % len(SERIES)],
-            markersize=5,
-            capsize=3,
-            label=name if np.isfinite(middle).any() else None,
-        )
+        at, reach, colour = np.array(xs) * shift, (middle - low, high - middle), SERIES[index % len(SERIES)]
+        label = name if np.isfinite(middle).any() else None
+        axes.errorbar(at, middle, yerr=reach, fmt="o-", color=colour, markersize=5, capsize=3, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
     axes.minorticks_off()

@@ -1,11 +1,12 @@
 """How to divide a budget into trials and seeds, by studies that are drawn from an exhaustive grid of rates.
 
-    python workbench/benchmarks/budget_splits.py JSON [STUDIES]   # 60 studies of each task, four minutes
+    python workbench/benchmarks/budget_splits.py JSON [STUDIES]   # 60 studies of each task, six minutes
 
 In place of runs, each has the value of its rate and seed on the grid of `rate_grid.py`, between two rates on the line
 between their values. More seeds than the grid has are drawn from the normal distribution with the means of its seeds
-and the covariances of all rates and optimizers. The command's own code chooses the rates and decides which differences
-are clear. One is right if it has the sign of the difference between the best means on the grid, and wrong otherwise.
+and the covariances of all rates and optimizers; trials and repeats, too. The command's own code chooses the rates and
+decides which differences are clear. One is right if it has the sign of the difference between the best means on the
+grid, and wrong otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
 from bighorn_workbench.metrics import is_share
 from bighorn_workbench.search import Plan
-from bighorn_workbench.trials import LEAST, Cell, Trial, best_of, configured
+from bighorn_workbench.trials import LEAST, MOST_REPEATS, Cell, Trial, best_of, configured, ordered, repeats
 from bighorn_workbench.verdict import MOST_SEEDS, Pair
 from rate_grid import SEEDS as DRAWN
 from rate_grid import SPANS
@@ -40,12 +42,28 @@ from rate_search import loss_of
 from result_files import RESULTS, load
 
 STUDIES = 60
-BUDGETS = (13, 18, 25, 36, 60, 105)
+BUDGETS = (13, 18, 25, 56, 105, 160)
 """Runs of each optimizer."""
 
 FINALS = (SEEDS, 8, 13, MOST_SEEDS, 40)
-SPLITS = [(runs - seeds, seeds) for runs in BUDGETS for seeds in FINALS if runs - seeds >= LEAST]
+
+
+def most_trials(runs: int) -> int:
+    """Return the most trials whose repeats fit into some runs, too."""
+    return max(count for count in range(runs + 1) if count + math.prod(repeats(count)) <= runs)
+
+
+SPLITS = {
+    (runs, seeds, repeated): most_trials(runs - seeds) if repeated else min(runs - seeds, MOST_TRIALS)
+    for runs in BUDGETS
+    for seeds in FINALS
+    for repeated in (False, True)
+    if runs - seeds >= LEAST
+}
+"""The trials of each budget by its final runs, without and with repeats."""
+
 BASELINE = "adamw"
+KINDS = ("right", "wrong", "unclear", "not tuned")
 COMPARISONS = len(SPANS) - 1
 ENTRIES = {
     entry.name: replace(entry, space={"lr": SPANS[entry.name]})
@@ -57,10 +75,11 @@ TABLE = re.compile(r"(<!-- splits -->\n).*?(<!-- end of splits -->)", re.DOTALL)
 
 
 def chosen() -> Iterator[tuple[int, int]]:
-    """Yield the trials and seeds of growing budgets of `compare`."""
+    """Yield the runs and the seeds of growing budgets of `compare`."""
     plan, split = Plan((), MOST_TRIALS, SEEDS, MOST_SEEDS, None, Path(), ""), (LEAST, SEEDS)
     while True:
-        yield split
+        trials, seeds = split
+        yield trials + math.prod(repeats(trials)) + seeds, seeds
         if (more := plan.after(*split)) is None:
             return
         split = more
@@ -98,7 +117,8 @@ class Study:
         noise = random.Random(f"{task} {number}")
         self.task, self.metric = task, TASKS[task]["metric"]
         self.higher = is_share(self.metric)
-        self.weights = [[noise.gauss(0.0, 1.0) for _ in range(DRAWN)] for _ in range(1 + max(FINALS))]
+        runs = 1 + max(FINALS) + MOST_REPEATS
+        self.weights = [[noise.gauss(0.0, 1.0) for _ in range(DRAWN)] for _ in range(runs)]
         self.tuning = {name: self._tuned(name) for name in SPANS}
 
     def _tuned(self, name: str) -> list[Trial]:
@@ -107,7 +127,7 @@ class Study:
         return [*trials, *(self.run(name, lr, 0) for lr in later(name, best))]
 
     def run(self, name: str, lr: float, seed: int) -> Trial:
-        """Return a run at a rate; all trials have seed 0."""
+        """Return a run at a rate; all trials have seed 0, and repeats the seeds after those of final runs."""
         values = between(self.task, name, lr)
         mean = statistics.fmean(values)
         parts = zip(self.weights[seed], values, strict=True)
@@ -116,17 +136,23 @@ class Study:
             value, loss = -math.inf if self.higher else math.inf, math.inf
         return Trial(configured(ENTRIES[name].base, {"lr": lr}, seed), value, loss, 1, None, 0.0, 0, ())
 
-    def cell(self, name: str, trials: int, seeds: int) -> Cell:
+    def cell(self, name: str, trials: int, seeds: int, repeated: bool) -> Cell:
         """Return a cell with the first of its trials and seeds."""
         tuning = tuple(self.tuning[name][:trials])
-        lr = best_of(tuning, self.higher).config.lr or 1.0
+        count, several = repeats(trials) if repeated else (0, 0)
+        again = tuple(
+            self.run(name, each.config.lr or 1.0, 1 + max(FINALS) + seed)
+            for each in ordered(tuning, self.higher)[:count]
+            for seed in range(several)
+        )
+        lr = best_of(tuning, self.higher, again).config.lr or 1.0
         final = tuple(self.run(name, lr, seed) for seed in range(1, 1 + seeds))
         tuned = tuple((each.config.lr or 0.0, each.value) for each in tuning)
-        return Cell(name, 256, tuned, lr, final, tuning, self.metric, self.higher, ENTRIES[name].space)
+        return Cell(name, 256, tuned, lr, final, tuning, self.metric, self.higher, ENTRIES[name].space, again)
 
-    def verdicts(self, trials: int, seeds: int) -> Iterator[str]:
+    def verdicts(self, trials: int, seeds: int, repeated: bool) -> Iterator[str]:
         """Yield "right", "wrong", "unclear" or "not tuned" for each comparison."""
-        cells = {name: self.cell(name, trials, seeds) for name in SPANS}
+        cells = {name: self.cell(name, trials, seeds, repeated) for name in SPANS}
         base = cells.pop(BASELINE)
         for name, cell in cells.items():
             pair = Pair(cell, base, COMPARISONS)
@@ -137,33 +163,37 @@ class Study:
 def written(page: str, found: Mapping[str, Any]) -> str:
     """Return the page with the table."""
     counts, bold = {tuple(each["split"]): each for each in found["splits"]}, set(chosen())
-    lines = ["| runs | " + " | ".join(f"{seeds} seeds" for seeds in FINALS) + " |", "|---" * (1 + len(FINALS)) + "|"]
-    for runs in BUDGETS:
-        cells = []
+    taken = {runs: max(pair for pair in bold if pair[0] <= runs)[1] for runs in BUDGETS}
+    lines = ["| runs | repeats | " + " | ".join(f"{seeds} seeds" for seeds in FINALS) + " |"]
+    lines.append("|---" * (2 + len(FINALS)) + "|")
+    for runs, repeated in product(BUDGETS, (False, True)):
+        cells = [str(runs), "yes" if repeated else "no"]
         for seeds in FINALS:
-            count, mark = counts.get((runs - seeds, seeds)), "**" * ((runs - seeds, seeds) in bold)
+            count, mark = counts.get((runs, seeds, repeated)), "**" * (repeated and seeds == taken[runs])
             cells.append(f"{mark}{share(count, 'right')}, {share(count, 'wrong')}{mark}" if count else "")
-        lines.append(f"| {runs} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return TABLE.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
 
 
 def share(count: Mapping[str, Any], kind: str) -> str:
     """Return the share of a kind of verdict among all comparisons."""
-    return f"{count[kind] / sum(each for name, each in count.items() if name != 'split'):.0%}"
+    return f"{count[kind] / sum(count[each] for each in KINDS):.0%}"
 
 
 def main(file: Path, studies: int = STUDIES) -> None:
     """Draw all studies, and write the file and the page."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = provenance(f"python workbench/benchmarks/budget_splits.py JSON {studies}")
-    counts: dict[tuple[int, int], Counter[str]] = {split: Counter() for split in SPLITS}
+    counts: dict[tuple[int, int, bool], Counter[str]] = {split: Counter() for split in SPLITS}
     for task in TASKS:
         for number in range(studies):
             study = Study(task, number)
-            for split in SPLITS:
-                counts[split].update(study.verdicts(*split))
-    kinds = ("right", "wrong", "unclear", "not tuned")
-    splits = [{"split": split, **{kind: count[kind] for kind in kinds}} for split, count in counts.items()]
+            for (runs, seeds, repeated), trials in SPLITS.items():
+                counts[runs, seeds, repeated].update(study.verdicts(trials, seeds, repeated))
+    splits = [
+        {"split": split, "trials": SPLITS[split], **{kind: count[kind] for kind in KINDS}}
+        for split, count in counts.items()
+    ]
     write_json(file, {**found, "studies": studies, "splits": splits})
     PAGE.write_text(written(PAGE.read_text(), json.loads(file.read_text())))
 

@@ -1,15 +1,14 @@
-"""Whether verdicts of `bighorn compare` on tasks from published examples are right, beside an exhaustive grid of rates.
+"""Whether verdicts of `bighorn compare` on tasks from published examples are right, beside the best known options.
 
-    python workbench/benchmarks/unseen_verdicts.py GRID JSON BUDGET...   # GRID of rate_grid.py
+    python workbench/benchmarks/unseen_verdicts.py JSON BUDGET...   # each about the budget for each of twelve tasks
 
-Each task begins with an empty study, for each budget. A verdict is right if it names the better optimizer and the best
-rate of the grid has the same sign, wrong if it has the other one.
+Each task begins with an empty study, for each budget. A verdict is right if the difference of `tuned_reference.py` has
+the same sign, and wrong if it has the other one.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -22,12 +21,18 @@ from bighorn_workbench.environment import provenance
 from bighorn_workbench.files import write_json
 from bighorn_workbench.verdict import UNCLEAR, interval
 from rate_grid import PLACE
-from rate_search import loss_of
-from result_files import RESULTS, load
+from result_files import DOCS, RESULTS, load
+from unseen_tasks import UNSEEN
 
 PAGE = RESULTS / "own-tasks.md"
 VERDICTS = re.compile(r"(<!-- verdicts -->\n).*?(<!-- end of verdicts -->)", re.DOTALL)
+COMPARISONS = DOCS / "comparisons.md"
+ROW = re.compile(r"(\| \[answers of `compare` [^|]*\| )[^|]*( \|)")
+"""The line of these verdicts there."""
+
 BASELINE, OTHERS = "adamw", ("lamb", "came")
+REFERENCE = load("tuned-reference")["tasks"]
+SIGNS = {each.__name__: 1 if each.higher_is_better else -1 for each in UNSEEN}
 CLEAR = re.compile(r"At batch [\d,]+ (\w+) \([^)]*\) is (ahead of|behind) adamw")
 
 
@@ -46,51 +51,59 @@ def asked(task: str, budget: str) -> dict[str, Any]:
     return {"seconds": seconds, **counts, "words": content["words"], "cells": cells}
 
 
-def judged(saved: dict[str, Any], words: list[str]) -> dict[str, dict[str, Any]]:
-    """Return for each optimizer the verdicts of the command and of the grid."""
+def judged(task: str, words: list[str]) -> dict[str, dict[str, Any]]:
+    """Return for each optimizer the verdict of the command, and how much better it is by the longer search."""
     said = {found[1]: 1 if found[2] == "ahead of" else -1 for line in words if (found := CLEAR.match(line))}
-    metric, grid = saved["metric"], saved["grid"]
+    values = {name: found["test"] for name, found in REFERENCE[task].items()}
     verdicts = {}
     for name in OTHERS:
-        ahead = loss_of(grid[BASELINE], metric) - loss_of(grid[name], metric)
-        seeds = [best_seeds(grid[each], metric) for each in (BASELINE, name)]
-        _, half = interval([one - other for one, other in zip(*seeds, strict=True)])
+        pairs = zip(values[name], values[BASELINE], strict=True)
+        ahead, half = interval([SIGNS[task] * (one - other) for one, other in pairs])
         untuned = any(f" {name} cannot be compared with" in line for line in words)
         verdict = "not tuned" if untuned else UNCLEAR
         if name in said:
             verdict = "right" if said[name] * ahead > 0 else "wrong"
-        verdicts[name] = {"verdict": verdict, "grid_ahead": ahead, "grid_interval": half}
+        verdicts[name] = {"verdict": verdict, "ahead": ahead, "interval": half}
     return verdicts
 
 
-def best_seeds(grid: dict[str, list[float | None]], metric: str) -> list[float]:
-    """Return the values of the seeds at the best rate of a grid."""
-    best = min(grid.values(), key=lambda values: loss_of({"1": values}, metric))
-    return [math.inf if value is None else value for value in best]
+def summary(of: dict[str, Any]) -> str:
+    """Return how many verdicts of a budget are of each kind."""
+    counts = of["counts"]
+    wrong = [each for task in of["tasks"].values() for each in task["verdicts"].values() if each["verdict"] == "wrong"]
+    within = sum(abs(each["ahead"]) <= each["interval"] for each in wrong)
+    return (
+        f"Of {sum(counts.values())} comparisons {counts['right']} agreed with the best known options, {len(wrong)} "
+        f"disagreed ({within} of them where their interval contains 0), {counts[UNCLEAR]} had {UNCLEAR}, and "
+        f"{counts['not tuned']} were not tuned."
+    )
+
+
+def counted(page: str, found: dict[str, Any]) -> str:
+    """Return the page of comparisons with the right ones among the clear verdicts."""
+    counts = {budget: of["counts"] for budget, of in found["budgets"].items()}
+    clear = [f"{each['right']} of {each['right'] + each['wrong']} after {budget}" for budget, each in counts.items()]
+    text = f"clear verdicts that agree with the best known options: {' and '.join(clear)}"
+    return ROW.sub(lambda match: match[1] + text + match[2], page)
 
 
 def written(page: str, found: dict[str, Any], rates: dict[str, Any]) -> str:
     """Return the page with the figures of the files."""
     budgets, lines = found["budgets"], []
     for budget, of in budgets.items():
-        counts, minutes = of["counts"], [task["seconds"] / 60 for task in of["tasks"].values()]
-        lines += [
-            f"`--budget {budget}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. Of {sum(counts.values())} "
-            f"comparisons {counts['right']} agreed with the grid, {counts['wrong']} disagreed, {counts[UNCLEAR]} had "
-            f"{UNCLEAR}, and {counts['not tuned']} were not tuned.",
-            "",
-        ]
+        minutes = [task["seconds"] / 60 for task in of["tasks"].values()]
+        lines += [f"`--budget {budget}` took {min(minutes):.1f} to {max(minutes):.1f} minutes. {summary(of)}", ""]
     head = ["task", *(f"trials, seeds, {budget}" for budget in budgets)]
     for other in OTHERS:
-        head += [*(f"{other}, {budget}" for budget in budgets), f"{other} by the grid"]
+        head += [*(f"{other}, {budget}" for budget in budgets), f"{other} by the best known"]
     lines += [_row(head), "|---" * len(head) + "|"]
     for name in next(iter(budgets.values()))["tasks"]:
         asked_for = [of["tasks"][name] for of in budgets.values()]
         cells = [name, *(f"{task['trials']}, {task['seeds']}" for task in asked_for)]
         for other in OTHERS:
             verdicts = [task["verdicts"][other] for task in asked_for]
-            by_grid = f"{verdicts[0]['grid_ahead']:+.2g} ± {verdicts[0]['grid_interval']:.2g}"
-            cells += [*(each["verdict"] for each in verdicts), by_grid]
+            cells += [each["verdict"] for each in verdicts]
+            cells.append(f"{verdicts[0]['ahead']:+.2g} ± {verdicts[0]['interval']:.2g}")
         lines.append(_row(cells))
     lines += [
         "",
@@ -105,25 +118,26 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(grid_file: Path, file: Path, budgets: list[str]) -> None:
+def main(file: Path, budgets: list[str]) -> None:
     """Ask about each task that the file does not have for a budget, and write what came of it."""
-    grids = json.loads(grid_file.read_text())["tasks"]
     kept = json.loads(file.read_text())["budgets"] if file.exists() else {}
     found: dict[str, Any] = {**provenance(f"python {' '.join(sys.argv)}"), "budgets": kept}
     for budget in budgets:
         tasks = kept.setdefault(budget, {"tasks": {}})["tasks"]
-        for name in [each for each in grids if each not in tasks]:
-            answer = asked(name, budget)
-            tasks[name] = {**answer, "commit": found["commit"], "verdicts": judged(grids[name], answer["words"])}
+        for name in REFERENCE:
+            if name not in tasks:
+                tasks[name] = {**asked(name, budget), "commit": found["commit"]}
+            tasks[name]["verdicts"] = judged(name, tasks[name]["words"])
             said = {other: each["verdict"] for other, each in tasks[name]["verdicts"].items()}
-            print(f"{budget}, {name}: {answer['seconds']:.0f} s, {answer['trials']} trials of each, {said}", flush=True)
+            print(f"{budget}, {name}: {tasks[name]['trials']} trials of each, {said}", flush=True)
             write_json(file, found)
         verdicts = [each["verdict"] for task in tasks.values() for each in task["verdicts"].values()]
         kept[budget]["counts"] = {kind: verdicts.count(kind) for kind in ("right", "wrong", UNCLEAR, "not tuned")}
         write_json(file, found)
         print(budget, kept[budget]["counts"], flush=True)
     PAGE.write_text(written(PAGE.read_text(), found, load("rate-search")))
+    COMPARISONS.write_text(counted(COMPARISONS.read_text(), found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -184,11 +184,14 @@ def test_the_published_came_needs_a_lower_rate_in_few_steps() -> None:
 
 
 def test_the_verdicts_on_unseen_tasks_are_those_of_the_files() -> None:
-    """To measure again and update the page, run `rate_grid.py`, `rate_search.py` and `unseen_verdicts.py`."""
-    found, rates, grid = load("unseen-verdicts"), load("rate-search"), load("rate-grid")
-    assert all(saved["clean"] for saved in (found, rates, grid))
+    """To measure again and update the page, run `tuned_reference.py`, `rate_search.py` and `unseen_verdicts.py`."""
+    found, rates, reference = load("unseen-verdicts"), load("rate-search"), load("tuned-reference")
+    assert all(saved["clean"] for saved in (found, rates, reference))
+    assert set(reference["tasks"]) == {each.__name__ for each in UNSEEN}
     for of in found["budgets"].values():
-        assert list(of["tasks"]) == list(grid["tasks"]) == [each.__name__ for each in UNSEEN]
+        assert list(of["tasks"]) == list(reference["tasks"])
         for name, task in of["tasks"].items():
-            assert unseen_verdicts.judged(grid["tasks"][name], task["words"]) == task["verdicts"]
-    assert unseen_verdicts.written(unseen_verdicts.PAGE.read_text(), found, rates) == unseen_verdicts.PAGE.read_text()
+            assert unseen_verdicts.judged(name, task["words"]) == task["verdicts"]
+    page, comparisons = unseen_verdicts.PAGE.read_text(), unseen_verdicts.COMPARISONS.read_text()
+    assert unseen_verdicts.written(page, found, rates) == page
+    assert unseen_verdicts.counted(comparisons, found) == comparisons

@@ -21,7 +21,7 @@ from bighorn_workbench.optimizers import OPTIMIZERS
 from bighorn_workbench.ranks import ALONE, Ranks
 from bighorn_workbench.tasks import Task, defaults, epoch_seed, length, seed_generators
 from bighorn_workbench.train_step import TrainStep
-from bighorn_workbench.values import warmup_steps
+from bighorn_workbench.values import read_options, scale_policy, warmup_steps
 
 HEAT_COLUMNS = 400
 """The approximate largest number of steps of a run whose metrics are kept."""
@@ -73,8 +73,9 @@ class Run:
         self.peak_lr = config.peak_lr()
         self.schedule = config.lr_schedule(self.total)
         self.warmup = warmup_steps(config.warmup, self.total)
+        options, loss_scale = read_options(config.optimizer_option), scale_policy(config.loss_scale)
         self.model = task.model().to(self.device, PRECISIONS.get(config.precision, torch.float32))
-        self._train_step = TrainStep(task, self.model, config, parallel, ranks)
+        self._train_step = TrainStep(task, self.model, config, parallel, ranks, self.peak_lr, options, loss_scale)
         self.optimizer = self._train_step.optimizer
         """The optimizer; with ``--shard-update`` the one of this process's part of the parameters."""
         self.metrics = OPTIMIZERS[config.optimizer].metrics

@@ -1,7 +1,7 @@
 """One training step: forward and backward passes, then the optimizer, with loss scaling, clipping and overlap."""
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bighorn import LossScaler, TailOverlap, offload, shard_update
+from bighorn import FixedScale, LossScaler, TailOverlap, WindowScale, offload, shard_update
 from bighorn_workbench.builtin_tasks.user import UserTask, user_call
 from bighorn_workbench.config import ParallelConfig, RunConfig
 from bighorn_workbench.errors import InputError
 from bighorn_workbench.optimizers import OF_BIGHORN, OPTIMIZERS, STATE_DTYPES
 from bighorn_workbench.ranks import Ranks
 from bighorn_workbench.tasks import Task, map_tensors, tensors_in, to_device
-from bighorn_workbench.values import read_options, scale_policy
 
 MAX_OVERFLOWS = 50
 """Overflows in a row after which a lower loss scale does not help: a dynamic one has reached its minimum long
@@ -33,6 +32,9 @@ class TrainStep:
         config: A resolved configuration.
         parallel: How processes divide the work.
         ranks: The processes.
+        lr: The peak learning rate.
+        options: Additional options of the optimizer.
+        loss_scale: The scale policy; None for no loss scaling.
 
     Attributes:
         whole: The optimizer of all parameters.
@@ -41,11 +43,21 @@ class TrainStep:
         batch_metrics: The names of the metrics that the last loss came with.
     """
 
-    def __init__(self, task: Task, model: nn.Module, config: RunConfig, parallel: ParallelConfig, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        config: RunConfig,
+        parallel: ParallelConfig,
+        ranks: Ranks,
+        lr: float,
+        options: Mapping[str, Any],
+        loss_scale: FixedScale | WindowScale | None,
+    ) -> None:
         sharded = parallel.shard_update and ranks.size > 1
         forward = DistributedDataParallel(model, gradient_as_bucket_view=True) if ranks.size > 1 else model
-        whole: Any = ranks.together(lambda: build_optimizer(config, model, task, sharded))
-        loss_scale = scale_policy(config.loss_scale)
+        excluded = getattr(task, "excluded", None)
+        whole: Any = ranks.together(lambda: build_optimizer(config, model, lr, options, sharded, excluded))
         self.scaler = LossScaler(loss_scale, max_consecutive_overflows=MAX_OVERFLOWS, enabled=loss_scale is not None)
         self._clip = None if config.optimizer in OF_BIGHORN else config.max_grad_norm
         self._offloaded = None
@@ -176,13 +188,20 @@ class TrainStep:
                     group["param_names"] = group_names
 
 
-def build_optimizer(config: RunConfig, model: nn.Module, task: Task, sharded: bool) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: RunConfig,
+    model: nn.Module,
+    lr: float,
+    options: Mapping[str, Any],
+    sharded: bool,
+    excluded: Callable[[str, nn.Parameter], bool] | None,
+) -> torch.optim.Optimizer:
     """Build the optimizer of a resolved run over named parameters.
 
-    The parameters that the task has ``excluded`` have no weight decay and no trust ratio: by default vectors (biases
-    and norms), as in the BERT runs of LAMB's authors. ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
+    The parameters that are ``excluded`` have no weight decay and no trust ratio: by default vectors (biases and norms),
+    as in the BERT runs of LAMB's authors. ``sharded`` wraps the optimizer in a ZeroRedundancyOptimizer.
     """
-    named, excluded = list(model.named_parameters()), getattr(task, "excluded", None)
+    named = list(model.named_parameters())
     out = {label for label, parameter in named if (excluded(label, parameter) if excluded else parameter.ndim <= 1)}
     groups: list[dict[str, Any]] = [
         {"params": [pair for pair in named if pair[0] not in out], "weight_decay": config.weight_decay},
@@ -195,9 +214,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, task: Task, sharded: bo
         ours = {"backend": config.backend or "auto", "state_dtype": STATE_DTYPES.get(config.state_dtype or "")}
         ours |= {"max_grad_norm": config.max_grad_norm}
     groups = [group for group in groups if group["params"]]
-    options = read_options(config.optimizer_option)
     try:
-        optimizer = OPTIMIZERS[config.optimizer].build(groups, lr=config.peak_lr(), **ours, **options)
+        optimizer = OPTIMIZERS[config.optimizer].build(groups, lr=lr, **ours, **options)
         return shard_update(optimizer) if sharded else optimizer
     except (TypeError, ValueError, RuntimeError) as error:  # such as a backend that does not work on this machine
         raise InputError(f"--optimizer {config.optimizer}: {error}") from error

@@ -41,7 +41,7 @@ from bighorn_workbench.trials import Trial, make, ordered
 from bighorn_workbench.values import warmup_steps
 
 SHARED = tuple(each.name for each in fields(RunConfig) if each.name not in {"lr", "lr_scaling", "loss_scale"})
-"""The options that a search has in common with a run: all but those of the rate and of loss scaling."""
+"""The options that a search has in common with a run: all except for the rate and the loss scale."""
 
 RUNGS = ((12, 8), (4, 2), (2, 1))
 """The number of rates and the divisor of their runs' length; the best of each rung go on to the next."""

@@ -44,7 +44,7 @@ from bighorn_workbench.trials import (
 )
 
 TUNING_SEED, REPEAT_SEED = 0, 1_000_000
-"""The seed of all trials, and the one before those of the repeats; final runs have the seeds after that of trials."""
+"""The seed of all trials, and the last one before the repeats' seeds; final runs have the seeds after the trials'."""
 
 AHEAD = 2
 """Before a deadline, the trials for each process that wait at least, so that none is idle until the next look."""

@@ -127,7 +127,7 @@ class Study:
         return [*trials, *(self.run(name, lr, 0) for lr in later(name, best))]
 
     def run(self, name: str, lr: float, seed: int) -> Trial:
-        """Return a run at a rate; all trials have seed 0, and repeats the seeds after those of final runs."""
+        """Return a run at a rate; all trials have seed 0, and repeats the seeds after the final runs' seeds."""
         values = between(self.task, name, lr)
         mean = statistics.fmean(values)
         parts = zip(self.weights[seed], values, strict=True)

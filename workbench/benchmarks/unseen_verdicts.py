@@ -83,7 +83,7 @@ def counted(page: str, found: dict[str, Any]) -> str:
     """Return the page of comparisons with the right ones among the clear verdicts."""
     counts = {budget: of["counts"] for budget, of in found["budgets"].items()}
     clear = [f"{each['right']} of {each['right'] + each['wrong']} after {budget}" for budget, each in counts.items()]
-    text = f"clear verdicts that agree with the best known options: {' and '.join(clear)}"
+    text = f"right verdicts: {', '.join(clear)}"
     return ROW.sub(lambda match: match[1] + text + match[2], page)
 
 

@@ -72,10 +72,11 @@ def summary(of: dict[str, Any]) -> str:
     counts = of["counts"]
     wrong = [each for task in of["tasks"].values() for each in task["verdicts"].values() if each["verdict"] == "wrong"]
     within = sum(abs(each["ahead"]) <= each["interval"] for each in wrong)
+    unsure = f" ({within} of them where their interval contains 0)" if wrong else ""
     return (
         f"Of {sum(counts.values())} comparisons {counts['right']} agreed with the best known options, {len(wrong)} "
-        f"disagreed ({within} of them where their interval contains 0), {counts[UNCLEAR]} had {UNCLEAR}, and "
-        f"{counts['not tuned']} were not tuned."
+        f"disagreed{unsure}, {counts[UNCLEAR]} had {UNCLEAR}, and {counts['not tuned']} had an optimizer that was not "
+        "tuned."
     )
 
 
